@@ -104,7 +104,7 @@ def write_chats(file: Path) -> Path:
 OPTIONS = ("--microbatches", "6", "--global-batch-size", "6", "--epochs", "2", "--threads", "1", "--num-workers", "0")
 
 
-def train(run_processes: Any, model: Path, data: Path, run: Path, *options: str) -> Any:
+def train(run_processes: Any, model: Path, data: Path | str, run: Path, *options: str) -> Any:
     own = ("--data", str(data), "--pack", "64", "--set", "lr=0.01", "--run-dir", str(run))
     return run_processes.start([sys.executable, "-m", "paceline", "train", f"hf:{model}", *own, *OPTIONS, *options])
 
@@ -132,15 +132,20 @@ def test_packed_chats_have_one_hash_on_one_process_and_two(run_processes: Any, l
 
 
 @pytest.mark.slow
-def test_packs_of_adapters_and_a_validation_split_have_one_hash(
+def test_a_mixture_of_packs_with_adapters_and_a_validation_split_has_one_hash(
     run_processes: Any, llama: Path, tmp_path: Path
 ) -> None:
-    data, options = write_chats(tmp_path / "chats.jsonl"), ("--lora", "rank=2", "--val-fraction", "0.25")
+    texts = write_lines(tmp_path / "texts-0.jsonl", [{"text": text} for text in TEXTS])
+    data = f"{write_chats(tmp_path / 'chats.jsonl')}=0.8,file://{texts.parent}/texts-*.jsonl=0.2"
+    options = ("--lora", "rank=2", "--val-fraction", "0.25")
     runs = {tmp_path / f"run{nproc}": (*options, "--nproc", str(nproc)) for nproc in (1, 3)}
     started = {run: train(run_processes, llama, data, run, *its) for run, its in runs.items()}
     assert len(hashes(run_processes, started)) == 1
     results = [json.loads((run / "result.json").read_text())["metrics"]["val"] for run in runs]
     assert results[0] == results[1]
+    audited = audit(RunDirectory(tmp_path / "run3"))
+    assert audited.clean, audited.verdict
+    assert "mixture, by tokens: chats.jsonl 7" in (tmp_path / "run3" / "logs" / "rank-0.log").read_text()
 
 
 def test_a_new_model_has_as_many_positions_as_its_context(llama: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from tests.processes import Processes
 import paceline
 from paceline.data.audit import audit
 from paceline.runs.directory import RunDirectory
+from paceline_stores.downloads import download
 
 pytestmark = pytest.mark.aws
 
@@ -195,3 +197,30 @@ def test_a_store_that_fails_stops_no_training(
     assert resumed.returncode == 0, resumed.stderr
     assert events("runs/b", "started")[-1]["step"] == 20
     assert sha("runs/b") == sha("runs/a")
+
+
+def test_data_by_address_is_downloaded_once_and_whole(
+    aws: Any, faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, content in (("web-1.bin", b"one"), ("web-0.bin", b"zero"), ("deep/web-2.bin", b"two"), ("other", b"")):
+        aws.put_object(Bucket="bucket", Key=f"corpus/{name}", Body=content)
+    faults("expired", ".", 100)
+    with pytest.raises(paceline.CheckpointError, match=r"Check the credentials .* whether they have expired"):
+        download("s3://bucket/corpus/web-*.bin")
+    faults("none", count=0)
+    files = download("s3://bucket/corpus/web-*.bin")
+    assert [(file.name, file.read_bytes()) for file in files] == [("web-0.bin", b"zero"), ("web-1.bin", b"one")]
+    record = json.loads((files[1].parent / "download.json").read_text())
+    assert record["address"] == "s3://bucket/corpus/web-1.bin"
+    assert record["sha256"] == hashlib.sha256(b"one").hexdigest()
+    before = files[1].stat().st_mtime_ns
+    assert download("s3://bucket/corpus/web-1.bin") == files[1:]
+    assert files[1].stat().st_mtime_ns == before
+    files[1].write_bytes(b"o")  # damaged: its size tells
+    assert download("s3://bucket/corpus/web-1.bin")[0].read_bytes() == b"one"
+    aws.put_object(Bucket="bucket", Key="corpus/web-1.bin", Body=b"new")
+    assert download("s3://bucket/corpus/web-1.bin")[0].read_bytes() == b"new"
+    for address in ("s3://bucket/corpus/none.bin", "s3://bucket/corpus/none-*.bin", "s3://none/a.bin"):
+        with pytest.raises(paceline.CheckpointError, match=r"Check the address"):
+            download(address)

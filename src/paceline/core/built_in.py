@@ -322,6 +322,7 @@ PARTS: Mapping[str, str] = {
     "Vertex AI's nodes": "paceline_clouds.nodes:vertex_node",
     "doctor --horovod": "paceline_frameworks.horovod:check_build",
     "resume": "paceline_stores.run_store:restore_run",
+    "data": "paceline_stores.downloads:download",
     "export": "paceline_serving.observed_inputs:observe_inputs",
     "launch": "paceline_frameworks.script_warnings:script_warnings",
     "runs --in": "paceline_trackers.tracking_tools:show_runs",

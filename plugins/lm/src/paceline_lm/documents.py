@@ -1,14 +1,15 @@
-"""Documents of a JSONL file as tokens: encoded once, kept in the user's cache, and mapped by every process."""
+"""Documents of JSONL and Parquet files as tokens: encoded once, cached for the user, and mapped by every process."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 from array import array
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader
 from itertools import compress
 from pathlib import Path
@@ -28,7 +29,7 @@ from paceline.core.files import parse_json, user_directory
 from paceline_lm.encoding import Encoder
 from paceline_lm.transformers import IGNORED
 
-_FORMAT = 4
+_FORMAT = 5
 """Of the cached file; another way to encode documents is another number."""
 
 
@@ -38,12 +39,13 @@ class Documents(Dataset[dict[str, torch.Tensor]]):
     A label is -100 where the model is not trained to predict the token, as is the first one of each document.
 
     Attributes:
-        digest: of the documents, the tokenizer and the settings.
+        digest: of the tokens and their labels.
         lengths: tokens of each document.
+        tokens: of all documents.
         counts: documents that were left out because they have no label (``unlabelled``), documents that were cut
-            (``cut``), their tokens that are left out (``tokens_cut``), documents whose labels have no special token,
-            such as the end of a turn (``endless``), tokens with a label (``labels``), and the largest token
-            (``largest``).
+            (``cut``), their tokens that are left out (``tokens_cut``), texts that were divided (``divided``), documents
+            whose labels have no special token, such as the end of a turn (``endless``), tokens with a label
+            (``labels``), and the largest token (``largest``).
     """
 
     def __init__(self, file: Path) -> None:
@@ -75,27 +77,33 @@ class Documents(Dataset[dict[str, torch.Tensor]]):
         self.counts: dict[str, int] = parse_json(recorded["counts"])
         self.lengths: NDArray[np.int64] = np.diff(self._offsets)
 
+    @property
+    def tokens(self) -> int:
+        return int(self._offsets[-1])
 
-def read_documents(file: Path, tokenizer: PreTrainedTokenizerBase, context: int) -> Documents:
-    """Return the documents of a JSONL file, which the first process of a node encodes.
+
+def read_documents(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, context: int) -> Documents:
+    """Return the documents of JSONL or Parquet files, which the first process of a node encodes.
 
     Args:
         context: most tokens of a document.
 
     Raises:
-        TaskError: the file cannot be read, a line is not a document, or no document has a label.
+        TaskError: a file cannot be read, a line is not a document, or no document has a label.
     """
-    try:
-        content = file.open("rb")
-    except OSError as error:
-        raise TaskError(f"--data {file}: {error.strerror}.") from error
-    with content, _lock(content):
-        digest = _digest(content, tokenizer, context)
-        encoded = user_directory("cache") / "tokens" / f"{digest}.safetensors"
+    with ExitStack() as stack:
+        contents = []
+        for file in files:
+            try:
+                contents.append(stack.enter_context(file.open("rb")))
+            except OSError as error:
+                raise TaskError(f"--data {file}: {error.strerror}.") from error
+        stack.enter_context(_lock(contents[0]))
+        name = _name(contents, tokenizer, context)
+        encoded = user_directory("cache") / "tokens" / f"{name}.safetensors"
         if not encoded.is_file():
             encoded.parent.mkdir(parents=True, exist_ok=True)
-            content.seek(0)
-            _encode(content, file, encoded, Encoder(tokenizer, context), digest)
+            _encode(files, encoded, Encoder(tokenizer, context))
     return Documents(encoded)
 
 
@@ -107,13 +115,13 @@ def _lock(content: BufferedReader) -> Iterator[None]:
     yield
 
 
-def _digest(content: BufferedReader, tokenizer: PreTrainedTokenizerBase, context: int) -> str:
+def _name(contents: Sequence[BufferedReader], tokenizer: PreTrainedTokenizerBase, context: int) -> str:
     """Return a digest of all that decides the tokens."""
     if not tokenizer.is_fast:
         raise TaskError(f"{type(tokenizer).__name__} has no tokenizer.json, which hf:MODEL needs to find the labels.")
     settings = {
         "format": _FORMAT,
-        "documents": hashlib.file_digest(content, "sha256").hexdigest(),
+        "documents": [hashlib.file_digest(content, "sha256").hexdigest() for content in contents],
         "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
         "chat_template": tokenizer.chat_template,
         "special_tokens": {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())},
@@ -122,29 +130,34 @@ def _digest(content: BufferedReader, tokenizer: PreTrainedTokenizerBase, context
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def _encode(lines: BufferedReader, file: Path, target: Path, encoder: Encoder, digest: str) -> None:
+def _encode(files: Sequence[Path], target: Path, encoder: Encoder) -> None:
     tokens, labelled, offsets = array("i"), bytearray(), array("q", [0])
-    counts = {"unlabelled": 0, "cut": 0, "tokens_cut": 0, "endless": 0, "labels": 0, "largest": 0}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    counts = {"unlabelled": 0, "cut": 0, "tokens_cut": 0, "divided": 0, "endless": 0, "labels": 0, "largest": 0}
+    for where, record in itertools.chain.from_iterable(map(_records, files)):
         try:
-            words, marks, num_cut = encoder(_parse(line))
+            pieces = encoder(_parse(record) if isinstance(record, bytes) else record)
         except TaskError as error:
-            raise TaskError(f"--data {file}, line {number}: {error}") from error
-        if not any(marks):
+            raise TaskError(f"--data {where}: {error}") from error
+        if not any(any(piece.labelled) for piece in pieces):
             counts["unlabelled"] += 1
             continue
+        num_cut = pieces[-1].num_cut
         counts["cut"] += num_cut > 0
         counts["tokens_cut"] += num_cut
-        counts["endless"] += not num_cut and not any(map(encoder.special.__contains__, compress(words, marks)))
-        counts["labels"] += sum(marks)
-        counts["largest"] = max(counts["largest"], *words)
-        tokens.extend(words)
-        labelled.extend(marks)
-        offsets.append(len(tokens))
+        counts["divided"] += len(pieces) > 1
+        learned = itertools.chain.from_iterable(compress(piece.tokens, piece.labelled) for piece in pieces)
+        counts["endless"] += not num_cut and not any(map(encoder.special.__contains__, learned))
+        for piece in pieces:
+            counts["labels"] += sum(piece.labelled)
+            counts["largest"] = max(counts["largest"], *piece.tokens)
+            tokens.extend(piece.tokens)
+            labelled.extend(piece.labelled)
+            offsets.append(len(tokens))
     if len(offsets) == 1:
-        raise TaskError(f"--data {file}: none of its {counts['unlabelled']} documents has a token to learn.")
+        raise TaskError(f"--data {files[0]}: none of its {counts['unlabelled']} documents has a token to learn.")
+    digest = hashlib.sha256()
+    for part in (tokens, labelled, offsets):
+        digest.update(part)
     temporary = target.with_name(f".{target.name}.{os.uname().nodename}-{os.getpid()}")
     try:
         save_file(
@@ -154,11 +167,38 @@ def _encode(lines: BufferedReader, file: Path, target: Path, encoder: Encoder, d
                 "offsets": torch.frombuffer(offsets, dtype=torch.int64),
             },
             temporary,
-            {"digest": digest, "counts": json.dumps(counts)},
+            {"digest": digest.hexdigest(), "counts": json.dumps(counts)},
         )
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _records(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | bytes]]:
+    """Yield each record, as the line of JSON or as a row, with its place for messages."""
+    if file.suffix == ".parquet":
+        for number, row in enumerate(_rows(file), 1):
+            yield f"{file}, row {number}", row
+        return
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield f"{file}, line {number}", line
+
+
+def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError as error:
+        raise TaskError(f"--data {file}: Parquet needs pyarrow: pip install pyarrow") from error
+    try:
+        with ParquetFile(file) as parquet:
+            for batch in parquet.iter_batches():
+                for row in batch.to_pylist():
+                    yield {name: value for name, value in row.items() if value is not None}
+    except (ArrowException, OSError) as error:
+        raise TaskError(f"--data {file} cannot be read as Parquet: {error}") from error
 
 
 def _parse(line: bytes) -> Mapping[str, Any]:

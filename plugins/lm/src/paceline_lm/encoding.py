@@ -18,7 +18,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Encoded(NamedTuple):
-    """A document.
+    """A document, or a piece of one.
 
     Attributes:
         tokens: their numbers.
@@ -39,7 +39,9 @@ class Encoder:
     to the text of the messages before it.
 
     Args:
-        context: most tokens of a document; the rest is cut off.
+        context: most tokens of a document. A longer text is divided: each piece begins with the last token of the one
+            before, so that every token but the first is a label once. The rest of a longer chat or completion is cut
+            off, since answers without their beginning would be learnt.
 
     Attributes:
         special: the tokenizer's special tokens, one of which ends an answer.
@@ -51,8 +53,8 @@ class Encoder:
         self.special = frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._marks_answers = re.search(r"{%-?\s*generation\s*-?%}", _template(tokenizer)) is not None
 
-    def __call__(self, record: Mapping[str, Any]) -> Encoded:
-        """Encode a record.
+    def __call__(self, record: Mapping[str, Any]) -> list[Encoded]:
+        """Encode a record: one document, or the pieces of a text.
 
         Raises:
             TaskError: it has another form, or the chat template cannot render it.
@@ -71,6 +73,7 @@ class Encoder:
                 tokens, labelled = self._mark(text, [(start, len(text))], special=False)
             case {"text": str(text)}:
                 tokens, labelled = self._encode_text(text, (0, len(text)))
+                return self._divide(tokens, labelled)
             case _:
                 raise TaskError(
                     'a record needs "messages" (a list), "text" (a string), or "prompt" and "completion" (both '
@@ -78,7 +81,12 @@ class Encoder:
                 )
         num_cut = max(0, len(tokens) - self._context)
         tokens, labelled = tokens[: self._context], labelled[: self._context]
-        return Encoded(tokens, [False, *labelled[1:]] if labelled else [], num_cut)
+        return [_without_first_label(tokens, labelled, num_cut)]
+
+    def _divide(self, tokens: list[int], labelled: list[bool]) -> list[Encoded]:
+        size = self._context
+        starts = range(0, max(1, len(tokens) - 1), max(1, size - 1))
+        return [_without_first_label(tokens[n : n + size], labelled[n : n + size]) for n in starts]
 
     def _encode_text(self, text: str, span: Span) -> tuple[list[int], list[bool]]:
         """Encode plain text with the tokenizer's special tokens, and one for its end, which is a label."""
@@ -165,6 +173,10 @@ class Encoder:
         encoded = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
         bounds = encoded["offset_mapping"]
         return encoded["input_ids"], [any(a <= start < b for a, b in spans) and start < stop for start, stop in bounds]
+
+
+def _without_first_label(tokens: list[int], labelled: list[bool], num_cut: int = 0) -> Encoded:
+    return Encoded(tokens, [False, *labelled[1:]] if labelled else [], num_cut)
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> str:

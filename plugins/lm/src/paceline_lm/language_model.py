@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,15 +23,12 @@ from transformers.utils.logging import disable_progress_bar
 from paceline.core.errors import TaskError
 from paceline.core.task import Callback, Defaults, RankInfo, RunSchedule
 from paceline.torch_internals import FakeTensor
-from paceline_lm.documents import Documents, pad_documents, read_documents
-from paceline_lm.packing import PackedDocuments
-from paceline_lm.token_file import TokenFile
-from paceline_lm.transformers import IGNORED, Collator, TransformersTask
+from paceline_lm.data import Data, DataBuilder
+from paceline_lm.documents import Documents, pad_documents
+from paceline_lm.sources import parse_sources
+from paceline_lm.transformers import Collator, TransformersTask
 
 _log = logging.getLogger(__name__)
-_TOKENS = "bin:"
-_SHOWN = 1000
-"""Characters of the document that is shown."""
 
 
 @dataclass
@@ -44,8 +39,10 @@ class LanguageModel(TransformersTask):
 
     Attributes:
         model: the directory, or ``ORG/NAME`` on the Hub.
-        data: the training data: a JSONL file of documents (:class:`~paceline_lm.encoding.Encoder`), or ``bin:FILE``, a
-            file of tokens (:class:`~paceline_lm.token_file.TokenFile`).
+        data: the training data: a JSONL or Parquet file of documents (:class:`~paceline_lm.encoding.Encoder`), or
+            ``bin:FILE``, a file of tokens (:class:`~paceline_lm.token_file.TokenFile`). A pattern (``web-*.bin``) is
+            many files, ``s3://...`` an address, and ``PLACE=0.7,PLACE=0.3`` a mixture
+            (:class:`~paceline_lm.mixture.Mixture`).
         val_data: the validation data, in the same forms.
         pack: tokens of a sample, which holds as many documents as fit; None: a sample is a document.
         context: most tokens of a document, which is cut there, and the tokens of a sample of ``bin:FILE``. None: as
@@ -60,7 +57,7 @@ class LanguageModel(TransformersTask):
     context: int | None = None
     from_scratch: bool = False
     _digests: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _summary: str = field(default="", init=False, repr=False, compare=False)
+    _summary: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     defaults: ClassVar[Defaults] = Defaults(global_batch_size=8)
     min_microbatch_size: ClassVar[int] = 1
@@ -69,8 +66,10 @@ class LanguageModel(TransformersTask):
         if not self.model:
             raise TaskError("LanguageModel.model is missing. Name a model, as in paceline train hf:DIR --data FILE.")
         # Recorded, and so found if the run continues from another directory.
-        self.model = _absolute(self.model)
-        self.data, self.val_data = _absolute(self.data), _absolute(self.val_data)
+        if Path(self.model).exists():
+            self.model = str(Path(self.model).absolute())
+        self.data = ",".join(map(str, parse_sources(self.data, "--data"))) if self.data else ""
+        self.val_data = ",".join(map(str, parse_sources(self.val_data, "--val-data"))) if self.val_data else ""
 
     def build_config(self) -> PreTrainedConfig:
         """Return the model's configuration.
@@ -120,33 +119,24 @@ class LanguageModel(TransformersTask):
             raise self._unloadable("the model", error) from error
         return built
 
-    def build_dataset(self, split: str) -> Documents | PackedDocuments | TokenFile | None:
+    def build_dataset(self, split: str) -> Data | None:
         if split == "train" and not self.data:
             raise TaskError('hf:MODEL needs --data FILE.jsonl, with lines such as {"text": "..."}, or --data bin:FILE.')
         name = {"train": self.data, "val": self.val_data}.get(split)
         if not name:
             return None
         config, context = self._config_and_context()
-        data: Documents | PackedDocuments | TokenFile
-        if name.startswith(_TOKENS):
-            if self.pack is not None:
-                raise TaskError("--pack is for documents; samples of --data bin:FILE are full. Give --context alone.")
-            data = TokenFile(Path(name.removeprefix(_TOKENS)), config.vocab_size, context)
-            self._digests[name] = data.digest
-            return data
-        tokenizer = self.build_tokenizer()
-        data = documents = read_documents(Path(name), tokenizer, context)
-        if documents.counts["largest"] >= config.vocab_size:
-            raise TaskError(
-                f"hf:{self.model}: the tokenizer has token {documents.counts['largest']}, and the model's vocabulary "
-                f"{config.vocab_size} tokens. Give a model and its own tokenizer."
-            )
-        self._digests[name] = documents.digest
-        if self.pack is not None:
-            # Drawn from the run's seed, as all that is built here.
-            data = PackedDocuments(documents, self.pack, torch.initial_seed())
-        if split == "train":
-            self._summary = _summarize(name, data, documents, tokenizer)
+        builder = DataBuilder(
+            option="--data" if split == "train" else "--val-data",
+            vocabulary=config.vocab_size,
+            context=context,
+            pack=self.pack,
+            tokenizer=self.build_tokenizer,
+        )
+        # Drawn from the run's seed, as all that is built here.
+        data = builder.build(name, torch.initial_seed())
+        self._digests |= builder.digests
+        self._summary[split] = "\n".join(builder.summary)
         return data
 
     def sample_lengths(self, dataset: Any) -> Any:
@@ -156,7 +146,8 @@ class LanguageModel(TransformersTask):
         return pad_documents if self.pack is None else super().build_collator()
 
     def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
-        return _Report(super().build_callback(model, schedule), self._summary)
+        shown = "\n".join(self._summary[split] for split in ("train", "val") if split in self._summary)
+        return _Report(super().build_callback(model, schedule), shown)
 
     def state_dict(self) -> dict[str, Any]:
         return {"digests": dict(self._digests)} if self._digests else {}
@@ -228,38 +219,3 @@ class _Report(Callback):
 
     def on_eval_end(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
         return self._inner.on_eval_end(split, metrics)
-
-
-def _summarize(
-    name: str, data: Documents | PackedDocuments, documents: Documents, tokenizer: PreTrainedTokenizerBase
-) -> str:
-    """Describe documents, and show the first one with its labels between brackets."""
-    tokens, counts = int(documents.lengths.sum()), documents.counts
-    parts = [
-        f"{Path(name).name}: {len(documents):,} documents, {tokens:,} tokens, {counts['labels'] / tokens:.0%} labels"
-    ]
-    if counts["unlabelled"]:
-        parts.append(f"{counts['unlabelled']:,} documents without a label are left out")
-    if counts["cut"]:
-        lost = counts["tokens_cut"] / (tokens + counts["tokens_cut"])
-        parts.append(f"{counts['cut']:,} are cut after --context tokens, which leaves out {lost:.0%} of all tokens")
-    if isinstance(data, PackedDocuments):
-        parts.append(f"{len(data):,} packs, {data.fill:.1%} full")
-    first, shown = documents[0], ""
-    for is_label, run in itertools.groupby(
-        zip(first["input_ids"].tolist(), (first["labels"] != IGNORED).tolist(), strict=True), key=itemgetter(1)
-    ):
-        text = tokenizer.decode([word for word, _ in run])
-        shown += f"[{text}]" if is_label else text
-    more = "..." if len(shown) > _SHOWN else ""
-    if counts["endless"]:
-        more += (
-            f"\nin {counts['endless']:,} documents no special token is a label, so the model does not learn to stop: "
-            "put the end of the turn inside of {% generation %}"
-        )
-    return f"{'; '.join(parts)}\nthe first document, labels in []: {shown[:_SHOWN]}{more}"
-
-
-def _absolute(name: str) -> str:
-    kind, file = (_TOKENS, name.removeprefix(_TOKENS)) if name.startswith(_TOKENS) else ("", name)
-    return f"{kind}{Path(file).absolute()}" if file and Path(file).exists() else name

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,6 +120,7 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
         self._num_packs = count_packs(documents.lengths[self._chosen], length)
         self._longest = int(documents.lengths.max())
         self._epoch = 0
+        self._plans: dict[int, PackingPlan] = {}
 
     def __len__(self) -> int:
         return self._num_packs
@@ -126,20 +128,40 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
     def set_epoch(self, epoch: int) -> None:
         """Use the plan of another epoch."""
         self._epoch = epoch
+        self._plans = {which: plan for which, plan in self._plans.items() if which == epoch}
+
+    def keep_plans(self, first: int) -> None:
+        """Forget the plans of epochs before one."""
+        self._plans = {which: plan for which, plan in self._plans.items() if which >= first}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the documents."""
+        return int(self.documents.lengths[self._chosen].sum())
 
     @property
     def fill(self) -> float:
         """The share of the packs' tokens that is not padding."""
-        return float(self.documents.lengths[self._chosen].sum() / (self._num_packs * self._length))
+        return self.tokens / (self._num_packs * self._length)
 
-    def numbers(self, pack: int) -> list[int]:
-        """Return the numbers of the documents in a pack of this epoch."""
-        plan = _cached_plan(self, self._epoch)
+    def numbers(self, pack: int, epoch: int | None = None) -> list[int]:
+        """Return the numbers of the documents in a pack of an epoch; by default, of this one."""
+        epoch = self._epoch if epoch is None else epoch
+        plan = self._plans.get(epoch)
+        if plan is None:
+            plan = self._plans[epoch] = self.plan(epoch)
         inside: list[int] = self._chosen[plan.documents[plan.starts[pack] : plan.starts[pack + 1]]].tolist()
         return inside
 
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
-        parts = [self.documents[number] for number in self.numbers(pack)]
+        return self.read(pack, self._epoch)
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        return {**vars(self), "_plans": {}}  # data workers compute them
+
+    def read(self, pack: int, epoch: int) -> dict[str, torch.Tensor]:
+        """Return a pack of an epoch."""
+        parts = [self.documents[number] for number in self.numbers(pack, epoch)]
         room = self._length - sum(len(part["input_ids"]) for part in parts)
         padding = {"input_ids": torch.zeros(room, dtype=torch.int64), "labels": torch.full((room,), IGNORED)}
         joined = {name: torch.cat([part[name] for part in (*parts, padding)]) for name in padding}
@@ -162,9 +184,3 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
             for part in split
         )
         return train, val
-
-
-@functools.lru_cache(maxsize=2)
-def _cached_plan(packed: PackedDocuments, epoch: int) -> PackingPlan:
-    """Return a plan; a process keeps those of training and validation."""
-    return packed.plan(epoch)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.core.errors import CheckpointError
 from paceline.core.plugins import install_command
@@ -33,8 +33,26 @@ Credentials and endpoints come from the environment and the user's files.
 """
 
 
+_VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified")
+"""Where the file systems of fsspec say which content an object has."""
+
+
 class StoreError(CheckpointError):
     """An object store cannot be read or written; a retry may succeed."""
+
+
+class FoundObject(NamedTuple):
+    """An object that a pattern matches.
+
+    Attributes:
+        name: relative to the address.
+        size: bytes.
+        version: changes with the content, as far as the store tells.
+    """
+
+    name: str
+    size: int
+    version: str
 
 
 class ObjectStore:
@@ -74,6 +92,24 @@ class ObjectStore:
         with self._explain("listed"):
             found = files.find(base, detail=True)
         return {path.removeprefix(base).lstrip("/"): int(info["size"] or 0) for path, info in found.items()}
+
+    def find(self, pattern: str) -> list[FoundObject]:
+        """Return the objects that match a pattern, by name."""
+        files, base = self._opened
+        with self._explain("listed"):
+            found = files.glob(f"{base}/{pattern}", detail=True)
+            if not found:  # a bucket that is missing, or denied, has no objects for a glob
+                with suppress(FileNotFoundError):
+                    files.ls(base)
+        return [
+            FoundObject(
+                path.removeprefix(base).lstrip("/"),
+                int(info["size"]),
+                next((str(info[key]) for key in _VERSIONS if info.get(key)), ""),
+            )
+            for path, info in sorted(found.items())
+            if info["type"] == "file"
+        ]
 
     def read(self, name: str, limit: int) -> bytes | None:
         """Return the content of a small object; None if there is none."""

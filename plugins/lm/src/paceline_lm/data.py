@@ -1,0 +1,128 @@
+"""The data of a language model: from ``--data`` to a dataset, its digests, and what is printed of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import itemgetter
+
+from transformers import PreTrainedTokenizerBase
+
+from paceline.core.errors import TaskError
+from paceline.data.order import derive_key
+from paceline_lm.documents import Documents, read_documents
+from paceline_lm.mixture import Mixture
+from paceline_lm.packing import PackedDocuments
+from paceline_lm.sources import Source, parse_sources
+from paceline_lm.token_file import TokenFile
+from paceline_lm.transformers import IGNORED
+
+Data = Documents | PackedDocuments | TokenFile | Mixture
+
+_SHOWN = 1000
+"""Characters of the document that is shown."""
+
+
+@dataclass(kw_only=True)
+class DataBuilder:
+    """Builds a dataset from ``--data`` or ``--val-data``.
+
+    Attributes:
+        option: its name, for messages.
+        vocabulary: tokens of the model.
+        context: most tokens of a document, and tokens of a sample of ``bin:``.
+        pack: tokens of a pack; None: documents are samples.
+        tokenizer: returns the model's tokenizer, which documents need.
+        digests: of what was built, by source.
+        summary: a line for each source, and the first document.
+    """
+
+    option: str
+    vocabulary: int
+    context: int
+    pack: int | None
+    tokenizer: Callable[[], PreTrainedTokenizerBase]
+    digests: dict[str, str] = field(default_factory=dict)
+    summary: list[str] = field(default_factory=list)
+
+    def build(self, value: str, key: int) -> Data:
+        """Build the dataset.
+
+        Args:
+            value: of the option.
+            key: of the order in packs and mixtures.
+
+        Raises:
+            TaskError: the value is malformed, or a source cannot be read or does not fit the model.
+        """
+        sources = parse_sources(value, self.option)
+        if len(sources) == 1:
+            return self._read(sources[0], key, is_first=True)
+        parts = [self._read(each, derive_key(key, n), is_first=n == 0) for n, each in enumerate(sources)]
+        mixture = Mixture(parts, [source.weight or 0.0 for source in sources], key)
+        tokens = sum(share.count * share.mean_tokens for share in mixture.shares)
+        described = (
+            f"{source.name} {share.count * share.mean_tokens / tokens:.1%} ({share.passes:.3g} times an epoch)"
+            for source, share in zip(sources, mixture.shares, strict=True)
+        )
+        self.summary.append(f"mixture, by tokens: {', '.join(described)}; {len(mixture):,} samples an epoch")
+        return mixture
+
+    def _read(self, source: Source, key: int, *, is_first: bool) -> Documents | PackedDocuments | TokenFile:
+        files = source.files(self.option)
+        many = f" ({len(files)} files)" if len(files) > 1 else ""
+        if source.is_tokens:
+            if self.pack is not None:
+                raise TaskError("--pack is for documents; samples of --data bin:FILE are full. Give --context alone.")
+            words = TokenFile(files, self.vocabulary, self.context)
+            self.digests[str(source)] = words.digest
+            self.summary.append(
+                f"{source.name}{many}: {words.tokens:,} tokens, {len(words):,} samples of {self.context:,}"
+            )
+            return words
+        tokenizer = self.tokenizer()
+        documents = read_documents(files, tokenizer, self.context)
+        if documents.counts["largest"] >= self.vocabulary:
+            raise TaskError(
+                f"{self.option} {source}: the tokenizer has token {documents.counts['largest']}, and the model's "
+                f"vocabulary {self.vocabulary} tokens. Give a model and its own tokenizer."
+            )
+        self.digests[str(source)] = documents.digest
+        data = documents if self.pack is None else PackedDocuments(documents, self.pack, key)
+        self.summary.append(_describe(f"{source.name}{many}", data, documents))
+        if is_first and self.option == "--data":
+            self.summary.append(_show_first(documents, tokenizer))
+        return data
+
+
+def _describe(name: str, data: Documents | PackedDocuments, documents: Documents) -> str:
+    """Describe documents in a line."""
+    tokens, counts = documents.tokens, documents.counts
+    parts = [f"{name}: {len(documents):,} documents, {tokens:,} tokens, {counts['labels'] / tokens:.0%} labels"]
+    if counts["divided"]:
+        parts.append(f"{counts['divided']:,} texts longer than --context are divided, and their pieces counted")
+    if counts["unlabelled"]:
+        parts.append(f"{counts['unlabelled']:,} documents without a label are left out")
+    if counts["cut"]:
+        lost = counts["tokens_cut"] / (tokens + counts["tokens_cut"])
+        parts.append(f"{counts['cut']:,} are cut after --context tokens, which leaves out {lost:.0%} of all tokens")
+    if isinstance(data, PackedDocuments):
+        parts.append(f"{len(data):,} packs, {data.fill:.1%} full")
+    if counts["endless"]:
+        parts.append(
+            f"in {counts['endless']:,} documents no special token is a label, so the model does not learn to stop: "
+            "put the end of the turn inside of {% generation %}"
+        )
+    return "; ".join(parts)
+
+
+def _show_first(documents: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Show the first document with its labels between brackets."""
+    first, shown = documents[0], ""
+    for is_label, run in itertools.groupby(
+        zip(first["input_ids"].tolist(), (first["labels"] != IGNORED).tolist(), strict=True), key=itemgetter(1)
+    ):
+        text = tokenizer.decode([word for word, _ in run])
+        shown += f"[{text}]" if is_label else text
+    return f"the first document, labels in []: {shown[:_SHOWN]}{'...' if len(shown) > _SHOWN else ''}"

@@ -1,0 +1,100 @@
+"""``--data`` as it is typed: files, patterns and addresses of tokens or documents, and their weights."""
+
+from __future__ import annotations
+
+import glob
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.built_in import PARTS
+from paceline.core.errors import CheckpointError, TaskError
+from paceline.core.files import check_place, is_address
+from paceline.core.plugins import import_object
+
+_TOKENS = "bin:"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of data.
+
+    Attributes:
+        place: a file, a pattern such as ``web-*.bin``, or an address of either.
+        is_tokens: a file of tokens (``bin:``), not of documents.
+        weight: None for a source alone.
+    """
+
+    place: str
+    is_tokens: bool
+    weight: float | None
+
+    def __str__(self) -> str:
+        weight = "" if self.weight is None else f"={self.weight!r}"
+        return f"{_TOKENS if self.is_tokens else ''}{self.place}{weight}"
+
+    @property
+    def name(self) -> str:
+        """The last part of the place, for messages."""
+        return self.place.rstrip("/").rpartition("/")[2]
+
+    def files(self, option: str) -> list[Path]:
+        """Return its files, by name; those of an address are downloaded, once on each node.
+
+        Raises:
+            TaskError: there is none, or the object store does not give it.
+        """
+        if is_address(self.place):
+            check_place(self.place, option)
+            download: Callable[[str], list[Path]] = import_object(PARTS["data"])
+            try:
+                return download(self.place)
+            except CheckpointError as error:
+                raise TaskError(f"{option} {self}: {error}") from error
+        if glob.has_magic(self.place) and not Path(self.place).exists():
+            files = sorted(Path(name) for name in glob.glob(self.place, recursive=True))
+            if not files:
+                raise TaskError(f"{option} {self}: no file matches this pattern.")
+            return files
+        return [Path(self.place)]
+
+
+def parse_sources(value: str, option: str) -> tuple[Source, ...]:
+    """Parse ``PLACE`` or ``PLACE=WEIGHT,PLACE=WEIGHT...``; places are made absolute.
+
+    Raises:
+        TaskError: a source has no weight, or one that is not a positive number; or tokens are mixed with documents.
+    """
+    parts = [value] if Path(_without_kind(value)).exists() else value.split(",")
+    if len(parts) == 1 and not re.search(r"=[\d.]+$", value):
+        return (_source(value, None),)
+    sources = []
+    for part in parts:
+        place, _, text = part.strip().rpartition("=")
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = 0.0
+        if not place or not 0 < weight < math.inf:
+            raise TaskError(
+                f"{option}: {part.strip()!r} has no weight above 0. Write each source of a mixture with its share of "
+                "the tokens, as in bin:web.bin=0.7,bin:code.bin=0.3"
+            )
+        sources.append(_source(place, weight))
+    if len({source.is_tokens for source in sources}) > 1:
+        raise TaskError(f"{option} mixes files of tokens (bin:) with documents. Use one kind.")
+    if len({source.place for source in sources}) < len(sources):
+        raise TaskError(f"{option} names a source twice. Give it one weight.")
+    return tuple(sources)
+
+
+def _source(place: str, weight: float | None) -> Source:
+    is_tokens, place = place.startswith(_TOKENS), _without_kind(place)
+    # Recorded, and so found if the run continues from another directory.
+    return Source(place if is_address(place) else str(Path(place).absolute()), is_tokens, weight)
+
+
+def _without_kind(place: str) -> str:
+    return place.removeprefix(_TOKENS)
