@@ -133,6 +133,48 @@ def test_an_epoch_holds_each_sample_once(
     assert loader.fetch(0, len(steps), shards) == []
 
 
+class Iterated(Numbers):
+    read = 0
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        for item in super().__iter__():
+            self.read += 1
+            yield item
+
+
+@pytest.mark.parametrize(("global_batch_size", "times"), [(32, 1), (35, 2)])
+def test_a_rank_reads_an_iterable_once_and_twice_if_micro_batches_are_unequal(
+    global_batch_size: int, times: int
+) -> None:
+    dataset = Iterated(32 * 20)
+    steps = epoch_of(loader_for(IterableShards(dataset), 8, global_batch_size), 0, range(8))
+    assert sorted(item for step in steps for m in step for item in m.batch[0].tolist()) == list(range(32 * 20))
+    assert dataset.read <= times * 32 * 20
+    dataset.read = 0
+    resumed = loader_for(IterableShards(dataset), 8, 32)
+    resumed.load_state_dict(
+        {str(k): {"epoch": 0, "step": 9, "handed_out": 36, "reader": {"consumed": 36}} for k in range(8)}
+    )
+    [first, *_] = resumed.fetch(0, 9, range(8))
+    assert first.batch[0].tolist() == [288, 296, 304, 312]
+    assert dataset.read <= 32 * 12
+
+
+def test_a_random_collation_is_the_same_on_any_number_of_ranks() -> None:
+    def collate(samples: list[Any]) -> list[Any]:
+        return [*default_collate(samples), torch.rand(1)]
+
+    found = []
+    for cuts in ([0, 4], [0, 1, 4]):
+        seen = []
+        for low, high in itertools.pairwise(cuts):
+            loader = loader_for(IterableShards(Numbers(57)), 4, 22)
+            loader._collate = collate
+            seen += [each for step in epoch_of(loader, 0, range(low, high)) for each in step]
+        found.append(sorted((m.index, m.batch[0].tolist(), m.batch[-1].item()) for m in seen))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("dataset", [Numbers(57), Buffered(57)], ids=["plain", "shuffle buffer"])
 def test_any_world_size_gets_the_same(dataset: Numbers) -> None:
     stream = IterableShards(dataset)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -28,6 +30,9 @@ from paceline.data.samples import (
 
 _ITEM = 17
 """Domain of the keys, distinct from those of ``paceline.data.order`` and ``samples``."""
+
+_MOST_TURNS = 4
+"""Micro-batches of items that a shard of an iterable holds, before it iterates on its own."""
 
 
 class StreamReader(Protocol):
@@ -62,13 +67,14 @@ class ShardedStream(Protocol):
 class IterableShards:
     """A torch ``IterableDataset`` as a :class:`ShardedStream`: shard k takes items k, k + S, k + 2 S, ...
 
-    Every shard iterates the whole dataset and drops other shards' items, and a resumed one iterates again up to its
-    position. That is correct for any dataset whose ``__iter__`` yields the same items given the same random state, at S
-    times the reading. If reading is expensive, write a :class:`ShardedStream`.
+    Shards that are opened before one of them is read share one iteration of the dataset, so a rank reads it once. A
+    resumed rank iterates it again up to its position. That is correct for any dataset whose ``__iter__`` yields the
+    same items given the same random state. If that takes long, write a :class:`ShardedStream`.
     """
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
         self._dataset = dataset
+        self._unread: weakref.ref[_Iteration] | None = None
 
     def open(self, shard: int, num_shards: int, epoch: int, seed: int) -> StreamReader:
         """See :class:`ShardedStream`.
@@ -76,18 +82,25 @@ class IterableShards:
         Raises:
             DataError: ``__iter__`` returns the dataset itself, so shards would share one position.
         """
-        return _EveryNth(self._dataset, shard, num_shards, derive_key(seed, _ITEM, epoch))
+        key, shared = derive_key(seed, _ITEM, epoch), None if self._unread is None else self._unread()
+        if shared is None or not shared.takes(shard, num_shards, key):
+            shared = _Iteration(self._dataset, num_shards, key)
+            self._unread = weakref.ref(shared)
+        return _EveryNth(shared, shard)
 
 
-class _EveryNth:
-    """Items ``first``, ``first + step``, ... of an iterable, all drawn with keyed randomness."""
+class _Iteration:
+    """One iteration of a dataset, whose items go to the readers of its shards, all drawn with keyed randomness."""
 
-    def __init__(self, dataset: IterableDataset[Any], first: int, step: int, key: int) -> None:
-        self._first = first
-        self._step = step
-        self._key = key
-        self._consumed = 0
+    def __init__(self, dataset: IterableDataset[Any], num_shards: int, key: int) -> None:
+        self.num_shards = num_shards
+        self.key = key
+        self._dataset = dataset
+        self._readers: weakref.WeakValueDictionary[int, _EveryNth] = weakref.WeakValueDictionary()
         self._drawn = 0
+        self._most = 1  # items that one reader took before another one's turn
+        self._last, self._taken = -1, 0
+        self._slower: _Iteration | None = None
         seed_everything(key)
         self._items: Iterator[Any] = iter(dataset)
         if id(self._items) == id(dataset):
@@ -96,25 +109,72 @@ class _EveryNth:
                 "at a time. Write __iter__ as a generator (with yield)."
             )
 
+    def takes(self, shard: int, num_shards: int, key: int) -> bool:
+        """Return whether a reader of a shard can still join."""
+        return not self._drawn and (self.num_shards, self.key) == (num_shards, key) and shard not in self._readers
+
+    def join(self, reader: _EveryNth) -> None:
+        self._readers[reader.shard] = reader
+
+    def draw_for(self, reader: _EveryNth) -> None:
+        """Draw items until the reader has one; an item's key does not depend on the reader that draws it."""
+        while not reader.items:
+            index = self._drawn
+            seed_everything(derive_key(self.key, index))
+            item = next(self._items)
+            self._drawn = index + 1
+            owner = self._readers.get(index % self.num_shards)
+            if owner is not None and index >= owner.index:
+                owner.items.append(item)
+                if owner is not reader and len(owner.items) > _MOST_TURNS * self._most:
+                    self._drop(owner)
+
+    def count(self, reader: _EveryNth) -> None:
+        """Count the items that a reader takes in its turn."""
+        self._taken = self._taken + 1 if reader.shard == self._last else 1
+        self._last, self._most = reader.shard, max(self._most, self._taken)
+
+    def _drop(self, reader: _EveryNth) -> None:
+        """Let a reader that falls behind, since its micro-batches are smaller, continue in another iteration."""
+        if self._slower is None or not self._slower.takes(reader.shard, self.num_shards, self.key):
+            self._slower = _Iteration(self._dataset, self.num_shards, self.key)
+        del self._readers[reader.shard]
+        reader.move(self._slower)
+
+
+class _EveryNth:
+    """Items ``shard``, ``shard + S``, ... of an iteration."""
+
+    def __init__(self, iteration: _Iteration, shard: int) -> None:
+        self.shard = shard
+        self.items: deque[Any] = deque()
+        self._consumed = 0
+        self.move(iteration)
+
+    @property
+    def index(self) -> int:
+        """The number of the next item in the dataset."""
+        return self.shard + self._consumed * self._iteration.num_shards
+
+    def move(self, iteration: _Iteration) -> None:
+        """Continue in another iteration."""
+        self.items.clear()
+        self._iteration = iteration
+        iteration.join(self)
+
     def __next__(self) -> Any:
-        item = self._advance_to(self._first + self._consumed * self._step)
+        self._iteration.draw_for(self)
+        self._iteration.count(self)
+        # As if it were just drawn: the collation of samples may be random.
+        seed_everything(derive_key(self._iteration.key, self.index))
         self._consumed += 1
-        return item
+        return self.items.popleft()
 
     def state_dict(self) -> dict[str, Any]:
         return {"consumed": self._consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for _ in range(state["consumed"] - self._consumed):
-            next(self)
-
-    def _advance_to(self, index: int) -> Any:
-        """Draw items up to ``index``; an item's key does not depend on the shard that draws it."""
-        for number in range(self._drawn, index + 1):
-            seed_everything(derive_key(self._key, number))
-            item = next(self._items)
-            self._drawn = number + 1
-        return item
+        self._consumed = state["consumed"]
 
 
 def as_stream(dataset: Any) -> ShardedStream | None:
@@ -209,10 +269,16 @@ class StreamLoader:
         with preserve_rng_state():
             if self._check and self.checked is None:
                 # First: some iterators end as soon as the dataset gives another one.
-                beginning = self._open(0, 0).ahead
-                self.checked = SampleCheck(reference_of(beginning), len(beginning))
+                first_shard = self._open(0, 0)
+                self._read_ahead(0, first_shard)
+                self.checked = SampleCheck(reference_of(first_shard.ahead), len(first_shard.ahead))
+                del first_shard
+            # All are opened before one is read: those of an IterableDataset then share its iteration.
+            opened = {k: self._open(k, epoch, step) for k in microbatches if not self._is_at(k, epoch, step)}
             for k in microbatches:
-                shard = self._shard_at(k, epoch, step)
+                if k in opened:
+                    self._shards[k] = self._begin(k, opened[k], step)
+                shard = self._shards[k]
                 # The step is fetched again if it is not committed.
                 self._known[k] = shard.position()
                 first, samples = shard.handed_out, shard.ahead
@@ -260,39 +326,36 @@ class StreamLoader:
         """Drop all readers."""
         self._shards.clear()
 
-    def _shard_at(self, k: int, epoch: int, step: int) -> _StreamShard:
-        """Return shard ``k``, with the samples of this step read."""
+    def _is_at(self, k: int, epoch: int, step: int) -> bool:
         shard = self._shards.get(k)
-        if shard is None or (shard.epoch, shard.step) != (epoch, step):
-            known = self._known.get(k)
-            if known is not None and _can_continue(known, epoch, step):
-                shard = self._open(k, epoch, known)
-            else:
-                shard = self._open(k, epoch)
-                if self.checked is not None and k == epoch == 0 and reference_of(shard.ahead) != self.checked.reference:
-                    self.checked = replace(self.checked, problem=SampleProblem("reshuffled-stream", ""))
-                if 0 < len(shard.ahead) < self._min_microbatch_size:
-                    raise DataError(
-                        f"{self._split} stream, shard {k} contains only {len(shard.ahead)} samples, but a "
-                        f"shard needs at least {self._min_microbatch_size}. Give more data, use fewer "
-                        "--microbatches, or "
-                        "lower min_microbatch_size in the task."
-                    )
-            while shard.step < step:
-                self._advance(k, shard)
-            self._shards[k] = shard
-        return shard
+        return shard is not None and (shard.epoch, shard.step) == (epoch, step)
 
-    def _open(self, k: int, epoch: int, known: Mapping[str, Any] | None = None) -> _StreamShard:
-        """Return shard ``k`` at its beginning, or at a known position, with a micro-batch read."""
+    def _open(self, k: int, epoch: int, step: int = 0) -> _StreamShard:
+        """Return shard ``k`` at its known position before a step, or else at its beginning; nothing is read."""
         set_epoch(self._stream, epoch)
         reader = self._stream.open(k, len(self._sizes), epoch, self._seed)
-        if known is None:
-            shard = _StreamShard(epoch, 0, 0, reader, reader.state_dict(), [])
-        else:
-            reader.load_state_dict(known["reader"])
-            shard = _StreamShard(epoch, known["step"], known["handed_out"], reader, known["reader"], [])
+        known = self._known.get(k)
+        if known is None or not _can_continue(known, epoch, step):
+            return _StreamShard(epoch, 0, 0, reader, reader.state_dict(), [])
+        reader.load_state_dict(known["reader"])
+        return _StreamShard(epoch, known["step"], known["handed_out"], reader, known["reader"], [])
+
+    def _begin(self, k: int, shard: _StreamShard, step: int) -> _StreamShard:
+        """Read a shard that was opened up to the samples of a step."""
+        is_beginning = shard.step == shard.handed_out == 0
         self._read_ahead(k, shard)
+        if is_beginning:
+            first = k == shard.epoch == 0 and self.checked is not None
+            if first and self.checked and reference_of(shard.ahead) != self.checked.reference:
+                self.checked = replace(self.checked, problem=SampleProblem("reshuffled-stream", ""))
+            if 0 < len(shard.ahead) < self._min_microbatch_size:
+                raise DataError(
+                    f"{self._split} stream, shard {k} contains only {len(shard.ahead)} samples, but a "
+                    f"shard needs at least {self._min_microbatch_size}. Give more data, use fewer --microbatches, or "
+                    "lower min_microbatch_size in the task."
+                )
+        while shard.step < step:
+            self._advance(k, shard)
         return shard
 
     def _advance(self, k: int, shard: _StreamShard) -> None:
