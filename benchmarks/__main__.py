@@ -305,6 +305,22 @@ def searches(
 
 
 @app.command
+def lm(
+    *,
+    rounds: Rounds = 3,
+    steps: Annotated[int, Parameter(help="Steps to measure.")] = 30,
+    warmup: Annotated[int, Parameter(help="Steps before those.")] = 10,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """Tokens a second of paceline train hf:, TRL and transformers' Trainer: a tiny Llama, packed texts, 2 CPU ranks."""
+    from benchmarks.language_models.suite import bench_language_models
+
+    result = bench_language_models(rounds=rounds, steps=steps, warmup=warmup, progress=_progress)
+    return show(result, json=json, markdown=markdown)
+
+
+@app.command
 def engines(
     *,
     engines: Annotated[
