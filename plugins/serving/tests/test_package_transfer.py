@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from tests.runs.packages.conftest import put_package
 
-from paceline.core.errors import PackageError
+from paceline.core.errors import ConfigError, PackageError
 from paceline.runs.package import open_package
-from paceline.runs.package_registry import PackageReference, Registry
-from paceline_serving.package_transfer import copy_package, open_registry
+from paceline.runs.package_registry import PackageReference
+from paceline_serving.package_transfer import DirectoryPlace as Registry
+from paceline_serving.package_transfer import PackagePlace, copy_package, open_place
 
 SIZE = 1_500_000
 
@@ -114,6 +115,59 @@ def test_a_longer_file_is_cut_off(registry: Registry, origin: tuple[Registry, st
         copy_package("demo@prod", origin[0], registry)
 
 
-def test_a_registry_is_a_directory() -> None:
-    with pytest.raises(PackageError, match="a registry is a directory"):
-        open_registry("https://example.org/registry")
+@pytest.fixture
+def store(tmp_path: Path) -> PackagePlace:
+    """A registry in an object store, whose objects are files."""
+    return open_place(f"file://{tmp_path}/store")
+
+
+def test_a_package_goes_to_an_object_store_and_comes_back(
+    registry: Registry, origin: tuple[Registry, str], store: PackagePlace
+) -> None:
+    sent = copy_package("demo@prod", origin[0], store)
+    assert sent.copied_bytes == open_package(origin[0].path_of(origin[1])).manifest.size_bytes
+    assert copy_package("demo@prod", origin[0], store).copied_bytes == 0, "it is there already"
+    copy_package("demo@prod", store, registry)
+    assert open_package("demo@prod", registry).digest == origin[1]
+    with pytest.raises(PackageError, match=r"no demo@other .* it has demo@prod"):
+        store.resolve("demo@other")
+    assert store.resolve(origin[1][:12]) == origin[1]
+
+
+def test_a_tag_in_an_object_store_knows_the_package_before(
+    registry: Registry, origin: tuple[Registry, str], store: PackagePlace
+) -> None:
+    copy_package("demo@prod", origin[0], store)
+    newer = put_package(origin[0], seed=8)
+    origin[0].put_tag(PackageReference("demo", "prod"), newer)
+    copy_package("demo@prod", origin[0], store)
+    before = store.put_tag(PackageReference("demo", "prod"), newer)
+    assert before is not None
+    assert (before.digest, before.earlier) == (newer, (origin[1],))
+
+
+def test_a_package_is_in_an_object_store_once_all_its_files_are(
+    registry: Registry, origin: tuple[Registry, str], store: PackagePlace, tmp_path: Path
+) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done == total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copy_package("demo@prod", origin[0], store, interrupt)
+    with pytest.raises(PackageError, match="there is no demo@prod"):
+        copy_package("demo@prod", store, registry)
+    copy_package("demo@prod", origin[0], store)
+    weights = tmp_path / "store" / "packages" / origin[1] / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(PackageError, match="damaged at the source"):
+        copy_package("demo@prod", store, registry)
+    assert registry.digests() == []
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert copy_package("demo@prod", origin[0], store).copied_bytes > 0, "a file that was cut is written again"
+    copy_package("demo@prod", store, registry)
+
+
+def test_an_address_with_a_password_is_refused() -> None:
+    with pytest.raises(ConfigError, match="without a password"):
+        open_place("s3://me:secret@bucket/registry")

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -19,11 +19,16 @@ import boto3
 import pytest
 import torch
 from tests.processes import Processes
+from tests.runs.packages.conftest import put_package
 
 import paceline
+from paceline.core.errors import CheckpointError
 from paceline.data.audit import audit
 from paceline.runs.directory import RunDirectory
+from paceline.runs.package import open_package
+from paceline.runs.package_registry import PackageReference, Registry
 from paceline_stores.downloads import download
+from paceline_stores.package_store import PackageStore
 
 pytestmark = pytest.mark.aws
 
@@ -224,3 +229,25 @@ def test_data_by_address_is_downloaded_once_and_whole(
     for address in ("s3://bucket/corpus/none.bin", "s3://bucket/corpus/none-*.bin", "s3://none/a.bin"):
         with pytest.raises(paceline.CheckpointError, match=r"Check the address"):
             download(address)
+
+
+def test_a_package_is_seen_whole_or_not_at_all(aws: Any, faults: Faults, tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "registry")
+    digest = put_package(registry)
+    manifest = open_package(registry.path_of(digest)).manifest
+
+    def read(name: str) -> Iterator[bytes]:
+        yield (registry.path_of(digest) / name).read_bytes()
+
+    store = PackageStore("s3://bucket/models")
+    faults("denied", "PUT /bucket/models/.*/weights")
+    with pytest.raises(CheckpointError, match="the store denies it"):
+        store.store(manifest, read)
+    assert not store.is_whole(digest)
+    assert store.digests() == []
+    store.store(manifest, read)
+    store.put_tag(PackageReference("demo", "prod"), digest)
+    assert store.is_whole(digest)
+    assert store.resolve("demo@prod") == store.resolve(digest[:10]) == digest
+    weights = b"".join(store.read(digest, "weights.safetensors", manifest.files["weights.safetensors"].size))
+    assert weights == (registry.path_of(digest) / "weights.safetensors").read_bytes()

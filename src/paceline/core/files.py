@@ -70,7 +70,7 @@ def check_path(path: str | Path, name: str) -> None:
         address = str(path).replace(":/", "://", 1) if isinstance(path, Path) else path
         raise ConfigError(
             f"{name} {address}: this takes a path of this machine. Addresses of object stores are for --backup-to, "
-            "--init-from, resume, fork and paceline.load()."
+            "--init-from, resume, fork, paceline.load() and registry push."
         )
     longest = max(str(path).split(os.sep), key=len)
     if len(os.fsencode(longest)) > _MOST_NAME_BYTES:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 from paceline.core.errors import PackageError
 from paceline.core.file_lock import locked
-from paceline.core.files import fsync_directory, open_regular, rename, user_directory, write_atomically
+from paceline.core.files import check_path, fsync_directory, open_regular, rename, user_directory, write_atomically
 from paceline.runs.checkpoint_manifest import (
     MANIFEST,
     canonical_json,
@@ -58,6 +59,11 @@ class Tag(StrictStruct, frozen=True):
     digest: str
     earlier: tuple[str, ...]
 
+    @classmethod
+    def following(cls, before: Tag | None, digest: str) -> Tag:
+        """Return the tag of a package that replaces ``before``."""
+        return cls(digest, () if before is None else (before.digest, *before.earlier)[:_MOST_EARLIER])
+
     def to_bytes(self) -> bytes:
         return canonical_json({"digest": self.digest, "earlier": self.earlier})
 
@@ -95,15 +101,69 @@ def parse_reference(text: str) -> PackageReference:
 def registry_path() -> Path:
     """Return ``$PACELINE_REGISTRY``, else ``paceline/registry`` in the user's XDG data."""
     if configured := os.environ.get("PACELINE_REGISTRY"):
+        check_path(configured, "PACELINE_REGISTRY")
         return Path(configured).expanduser().absolute()
     return user_directory("data") / "registry"
 
 
+class PackageNames(ABC):
+    """Digests and tags of packages, wherever they are; as text, it is that place."""
+
+    @abstractmethod
+    def digests(self) -> list[str]:
+        """Return the digests of all packages, sorted."""
+
+    @abstractmethod
+    def holds(self, digest: str) -> bool:
+        """Return whether a package is here, without verifying it."""
+
+    @abstractmethod
+    def references(self) -> Mapping[PackageReference, Tag]:
+        """Return all tags, sorted by name."""
+
+    @abstractmethod
+    def find(self, reference: PackageReference) -> Tag | None:
+        """Return a tag, or None if it does not exist.
+
+        Raises:
+            PackageError: its file is damaged.
+        """
+
+    def resolve(self, text: str) -> str:
+        """Return the digest of ``NAME@TAG``, of ``NAME``, or of a prefix of a digest.
+
+        Raises:
+            PackageError: it names no package here; lists the names that exist.
+        """
+        if "@" not in text and (match := _SHORT_DIGEST.fullmatch(text)):
+            matches = [digest for digest in self.digests() if digest.startswith(match[1])]
+            if len(matches) == 1:
+                return matches[0]
+            if matches or text.startswith("sha256:") or is_digest(text):
+                problem = f"is the prefix of {len(matches)} digests" if matches else "is not a package's digest"
+                raise PackageError(f"{text} {problem} in the registry {self}. See: paceline registry ls")
+        reference = parse_reference(text)
+        tag = self.find(reference)
+        if tag is None:
+            names = [str(other) for other in self.references()]
+            names = [name for name in names if name.startswith(f"{reference.name}@")] or names
+            raise PackageError(
+                f"there is no {reference} in the registry {self}; it has {', '.join(names[:20]) or 'no tags'}. "
+                "A package is a directory, NAME@TAG or a digest; see: paceline registry ls"
+            )
+        if not self.holds(tag.digest):
+            raise PackageError(f"{reference} is the package {tag.digest}, which is not in {self}.")
+        return tag.digest
+
+
 @dataclass(frozen=True)
-class Registry:
+class Registry(PackageNames):
     """A directory of packages and tags; constructing one touches nothing."""
 
     path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
 
     @classmethod
     def of_user(cls) -> Registry:
@@ -121,7 +181,6 @@ class Registry:
         return self.packages / digest
 
     def holds(self, digest: str) -> bool:
-        """Return whether a package is here, without verifying it."""
         return (self.path_of(digest) / MANIFEST).is_file()
 
     def digests(self) -> list[str]:
@@ -149,11 +208,6 @@ class Registry:
         return tags
 
     def find(self, reference: PackageReference) -> Tag | None:
-        """Return a tag, or None if it does not exist.
-
-        Raises:
-            PackageError: its file is damaged.
-        """
         file = self._file_of(reference)
         try:
             with open_regular(file) as opened:
@@ -162,32 +216,6 @@ class Registry:
             return None
         except OSError as error:
             raise PackageError(f"{file} cannot be read: {error.strerror}.") from error
-
-    def resolve(self, text: str) -> str:
-        """Return the digest of ``NAME@TAG``, of ``NAME``, or of a prefix of a digest.
-
-        Raises:
-            PackageError: it names no package here; lists the names that exist.
-        """
-        if "@" not in text and (match := _SHORT_DIGEST.fullmatch(text)):
-            matches = [digest for digest in self.digests() if digest.startswith(match[1])]
-            if len(matches) == 1:
-                return matches[0]
-            if matches or text.startswith("sha256:") or is_digest(text):
-                problem = f"is the prefix of {len(matches)} digests" if matches else "is not a package's digest"
-                raise PackageError(f"{text} {problem} in the registry {self.path}. See: paceline registry ls")
-        reference = parse_reference(text)
-        tag = self.find(reference)
-        if tag is None:
-            names = [str(other) for other in self.references()]
-            names = [name for name in names if name.startswith(f"{reference.name}@")] or names
-            raise PackageError(
-                f"there is no {reference} in the registry {self.path}; it has {', '.join(names[:20]) or 'no tags'}. "
-                "A package is a directory, NAME@TAG or a digest; see: paceline registry ls"
-            )
-        if not self.holds(tag.digest):
-            raise PackageError(f"{reference} is the package {tag.digest}, which is not in {self.path}.")
-        return tag.digest
 
     @contextmanager
     def unchanging(self) -> Iterator[None]:
@@ -213,8 +241,7 @@ class Registry:
                 raise PackageError(f"there is no package {digest} in {self.path}: nothing to tag.")
             before = self.find(reference)
             if before is None or before.digest != digest:
-                earlier = () if before is None else (before.digest, *before.earlier)[:_MOST_EARLIER]
-                self._write(reference, Tag(digest, earlier))
+                self._write(reference, Tag.following(before, digest))
             return before
 
     def roll_back(self, reference: PackageReference) -> tuple[Tag, Tag]:

@@ -5,30 +5,89 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from paceline.core.errors import PackageError
-from paceline.core.files import open_regular
+from paceline.core.files import check_place, is_address, open_regular
 from paceline.runs.checkpoint_manifest import MANIFEST, MAX_MANIFEST_BYTES, write_file
 from paceline.runs.package import verify_package
 from paceline.runs.package_manifest import PackageManifest
-from paceline.runs.package_registry import PackageReference, Registry, parse_reference, writable
+from paceline.runs.package_registry import PackageReference, Registry, Tag, parse_reference, writable
 
 _PIECE_BYTES = 2**20
 
 OnBytes = Callable[[int, int], None]
 """Receives the progress: bytes copied, and bytes in total."""
 
+ReadFile = Callable[[str], Iterator[bytes]]
+"""Yields the content of a package's file."""
 
-def open_registry(place: str | Path) -> Registry:
-    """Return the registry in a directory.
+
+class PackagePlace(Protocol):
+    """A registry that packages are copied from and to."""
+
+    def resolve(self, text: str) -> str:
+        """Return the digest of ``NAME@TAG``, of ``NAME``, or of a prefix of a digest."""
+
+    def read(self, digest: str, name: str, size: int) -> Iterator[bytes]:
+        """Yield the content of a package's file, of at most so many bytes."""
+
+    def is_whole(self, digest: str) -> bool:
+        """Return whether the whole package is here."""
+
+    def store(self, manifest: PackageManifest, read: ReadFile) -> None:
+        """Add a package, or replace a damaged one; nothing is visible before every file has its digest."""
+
+    def put_tag(self, reference: PackageReference, digest: str) -> Tag | None:
+        """Point a tag at a package, and return what it was before."""
+
+
+class DirectoryPlace(Registry):
+    """A registry in a directory."""
+
+    def read(self, digest: str, name: str, size: int) -> Iterator[bytes]:
+        path = self.path_of(digest) / name
+        try:
+            with open_regular(path) as file:
+                while piece := file.read(_PIECE_BYTES):
+                    size -= len(piece)
+                    if size < 0:
+                        raise PackageError(f"the package {digest} is damaged at the source: {name} is too long.")
+                    yield piece
+        except OSError as error:
+            raise PackageError(f"{path} is damaged at the source: {error.strerror}.") from error
+
+    def is_whole(self, digest: str) -> bool:
+        """Return whether the whole package is here, after reading every byte."""
+        try:
+            return verify_package(self.path_of(digest)).digest == digest
+        except PackageError:
+            return False
+
+    def store(self, manifest: PackageManifest, read: ReadFile) -> None:
+        digest = manifest.digest
+        with self.draft() as draft, writable(self.path):
+            for name, record in manifest.files.items():
+                if write_file(draft / name, read(name)) != record:
+                    raise PackageError(f"the package {digest} is damaged at the source: {name} has another digest.")
+            with self.unchanging():
+                if digest in self.digests() and not self.is_whole(digest):
+                    self.discard(digest)
+            self.commit(draft, manifest)
+
+
+def open_place(place: str | Path) -> PackagePlace:
+    """Return the registry in a directory, or at an address of an object store.
 
     Raises:
-        PackageError: ``place`` is a URL.
+        ConfigError: the address is malformed.
     """
-    if "://" in str(place):
-        raise PackageError(f"{place}: a registry is a directory. Mount it, or copy it to this machine first.")
-    return Registry(Path(place))
+    if not is_address(place):
+        return DirectoryPlace(Path(place))
+    from paceline_stores.package_store import PackageStore
+
+    check_place(str(place), "the registry")
+    return PackageStore(str(place))
 
 
 class CopiedPackage(NamedTuple):
@@ -40,7 +99,7 @@ class CopiedPackage(NamedTuple):
 
 
 def copy_package(
-    what: str, source: Registry, target: Registry, on_bytes: OnBytes = lambda done, total: None
+    what: str, source: PackagePlace, target: PackagePlace, on_bytes: OnBytes = lambda done, total: None
 ) -> CopiedPackage:
     """Copy a package and its tag.
 
@@ -50,53 +109,26 @@ def copy_package(
     Raises:
         PackageError: it is missing or damaged at the source, or the target cannot be written; then no part of it is
             visible. A damaged copy at the target is replaced.
+        CheckpointError: an object store cannot be read or written.
     """
     digest = source.resolve(what)
     is_named = "@" in what or not digest.startswith(what.removeprefix("sha256:"))
     reference = parse_reference(what) if is_named else None
     copied_bytes = 0
-    if not _is_whole(target, digest):
-        content = b"".join(_read(source, digest, MANIFEST, MAX_MANIFEST_BYTES))
+    if not target.is_whole(digest):
+        content = b"".join(source.read(digest, MANIFEST, MAX_MANIFEST_BYTES))
         if hashlib.sha256(content).hexdigest() != digest:
             raise PackageError(f"the package {digest} is damaged at the source: its {MANIFEST} has another digest.")
         manifest = PackageManifest.from_bytes(content)
 
         def read(name: str) -> Iterator[bytes]:
             nonlocal copied_bytes
-            for piece in _read(source, digest, name, manifest.files[name].size):
+            for piece in source.read(digest, name, manifest.files[name].size):
                 copied_bytes += len(piece)
                 on_bytes(copied_bytes, manifest.size_bytes)
                 yield piece
 
-        with target.draft() as draft, writable(target.path):
-            for name, record in manifest.files.items():
-                if write_file(draft / name, read(name)) != record:
-                    raise PackageError(f"the package {digest} is damaged at the source: {name} has another digest.")
-            with target.unchanging():
-                if digest in target.digests() and not _is_whole(target, digest):
-                    target.discard(digest)
-            target.commit(draft, manifest)
+        target.store(manifest, read)
     if reference is not None:
         target.put_tag(reference, digest)
     return CopiedPackage(digest, reference, copied_bytes)
-
-
-def _is_whole(registry: Registry, digest: str) -> bool:
-    """Return whether the whole package is here, after reading every byte."""
-    try:
-        return verify_package(registry.path_of(digest)).digest == digest
-    except PackageError:
-        return False
-
-
-def _read(source: Registry, digest: str, name: str, limit: int) -> Iterator[bytes]:
-    path = source.path_of(digest) / name
-    try:
-        with open_regular(path) as file:
-            while piece := file.read(_PIECE_BYTES):
-                limit -= len(piece)
-                if limit < 0:
-                    raise PackageError(f"the package {digest} is damaged at the source: {name} is too long.")
-                yield piece
-    except OSError as error:
-        raise PackageError(f"{path} is damaged at the source: {error.strerror}.") from error

@@ -153,7 +153,7 @@ def push(package: PackageName, to: str, *, json: Json = False) -> int:
     Parameters
     ----------
     to
-        The other registry's directory.
+        The other registry's directory or address (s3://BUCKET/FOLDER).
     """
     from paceline.runs.package_registry import registry_path
 
@@ -167,7 +167,7 @@ def pull(package: PackageName, source: str, *, json: Json = False) -> int:
     Parameters
     ----------
     source
-        The other registry's directory.
+        The other registry's directory or address (s3://BUCKET/FOLDER).
     """
     from paceline.runs.package_registry import registry_path
 
@@ -175,11 +175,11 @@ def pull(package: PackageName, source: str, *, json: Json = False) -> int:
 
 
 def _copy(package: str, source: str | Path, to: str | Path, *, json: bool) -> int:
-    from paceline_serving.package_transfer import copy_package, open_registry
+    from paceline_serving.package_transfer import copy_package, open_place
 
     with progress_bar("copying", quiet=json, in_bytes=True) as on_bytes:
-        digest, reference, size = copy_package(package, open_registry(source), open_registry(to), on_bytes)
-    path = str(Path(to) / "packages" / digest)
+        digest, reference, size = copy_package(package, open_place(source), open_place(to), on_bytes)
+    path = f"{to}/packages/{digest}"
     name = None if reference is None else str(reference)
     if json:
         print(json_module.dumps({"package": path, "digest": digest, "reference": name, "fetched_bytes": size}))
