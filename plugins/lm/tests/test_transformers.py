@@ -246,23 +246,3 @@ def test_a_model_in_bfloat16_is_told(run_processes: Any, tmp_path: Path) -> None
     done = run_processes.paceline("train", f"{file}:Half", *options, env={"PYTHONPATH": str(root)})
     assert done.returncode == 0, done.stderr
     assert "the model has trained weights in bfloat16: they, the optimizer's moments" in done.stdout + done.stderr
-
-
-def test_a_pipeline_is_refused_in_one_sentence(run_processes: Any, tmp_path: Path) -> None:
-    task = f"{Path(__file__).with_name('causal_models.py')}:Causal"
-    options = (
-        "--nproc",
-        "2",
-        "--strategy",
-        "pp",
-        "--threads",
-        "1",
-        "--num-workers",
-        "0",
-        "--run-dir",
-        tmp_path / "run",
-    )
-    done = run_processes.paceline("train", task, *options)
-    assert done.returncode == 2, done.stderr
-    assert "--strategy pp cannot find the blocks of a LlamaForCausalLM by itself." in done.stderr
-    assert "Traceback" not in done.stderr

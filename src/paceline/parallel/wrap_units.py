@@ -73,6 +73,16 @@ def repeated_units(module: nn.Module) -> list[nn.Module]:
     return units
 
 
+def model_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the model's blocks: of the classes that it names in ``_no_split_modules``, else its repeated units.
+
+    fsdp, activation checkpointing, ``--compile``, pipelines and ``plan`` use the same.
+    """
+    named = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    units = [child for child in repeated_units(module) if type(child).__name__ in named]
+    return units or repeated_units(module)
+
+
 def exclude_tied(module: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
     """Drop modules that share a parameter with modules outside of them.
 
@@ -149,7 +159,7 @@ def checkpoint_activations(
     Raises:
         ConfigError: the model has no such units.
     """
-    units = repeated_units(module) if wrap == "auto" else wrap_units(module, wrap, "--checkpoint-blocks")
+    units = model_blocks(module) if wrap == "auto" else wrap_units(module, wrap, "--checkpoint-blocks")
     if not units:
         classes = sorted({type(child).__name__ for child in module.modules() if child is not module})
         raise ConfigError(

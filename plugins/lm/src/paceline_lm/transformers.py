@@ -17,6 +17,7 @@ from paceline.core.errors import TaskError
 from paceline.core.plugins import install_command
 from paceline.core.task import Callback, Loss, RunSchedule, Task
 from paceline.torch_internals import FakeTensor
+from paceline_lm.pipeline import split_layers
 
 try:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
@@ -55,6 +56,7 @@ class TransformersTask(Task):
     warmup: float = 0.0
     _collator: Collator | None = field(default=None, init=False, repr=False, compare=False)
     _isolation_checked: bool = field(default=False, init=False, repr=False, compare=False)
+    _isolation_error: TaskError | None = field(default=None, init=False, repr=False, compare=False)
 
     def build_collator(self) -> Collator:
         """Return what makes a batch of samples, such as ``DataCollatorForLanguageModeling(tokenizer)``."""
@@ -110,10 +112,19 @@ class TransformersTask(Task):
         return _Perplexity(_inside(self, model))
 
     def pipeline_blocks(self, model: nn.Module) -> Sequence[Any] | None:
-        raise TaskError(
-            f"--strategy pp cannot find the blocks of a {type(_inside(self, model)).__name__} by itself. Define "
-            f"{type(self).__name__}.pipeline_blocks, or use --strategy fsdp."
-        )
+        inside = _inside(self, model)
+        if inside is not model:
+            return None
+        parts = split_layers(inside)
+        # No rank will have the whole model.
+        self._isolation_checked = True
+        words = torch.ones(1, 8, dtype=torch.int64, device=next(inside.parameters()).device)
+        packed = {"input_ids": words, "position_ids": torch.arange(4, device=words.device).repeat(1, 2)}
+        try:
+            _require_isolation(inside, packed, _arguments(inside, packed))
+        except TaskError as error:
+            self._isolation_error = error
+        return parts
 
     def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Loss:
         return self._forward(model, batch)[1]
@@ -133,14 +144,12 @@ class TransformersTask(Task):
 
     def _forward(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, Loss]:
         inside = _inside(self, model)
-        taken = inspect.signature(inside.forward).parameters
-        arguments = {name: value for name, value in batch.items() if name in taken}
-        if "use_cache" in taken:
-            # With a cache, transformers would not look for documents in the position ids.
-            arguments.setdefault("use_cache", False)
+        arguments = _arguments(inside, batch)
         if not self._isolation_checked:
             self._isolation_checked = True
             _require_isolation(inside, batch, arguments)
+        if self._isolation_error is not None and _is_packed(batch):
+            raise self._isolation_error
         outputs = model(**arguments)
         mean = outputs.get("loss")
         if mean is None:
@@ -152,6 +161,16 @@ class TransformersTask(Task):
         # The mean over no labels is NaN.
         total = mean * weight if weight else outputs["logits"].sum() * 0.0
         return outputs, Loss(total, float(weight))
+
+
+def _arguments(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the model's forward takes of a batch."""
+    taken = inspect.signature(type(model).forward).parameters
+    arguments = {name: value for name, value in batch.items() if name in taken}
+    if "use_cache" in taken:
+        # With a cache, transformers would not look for documents in the position ids.
+        arguments.setdefault("use_cache", False)
+    return arguments
 
 
 def _require_isolation(model: PreTrainedModel, batch: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
@@ -182,8 +201,7 @@ def _require_isolation(model: PreTrainedModel, batch: Mapping[str, Any], argumen
     finally:
         for module in training:
             module.training = True
-    is_packed = bool((positions.diff(dim=-1) < 0).any())
-    if not is_packed or logits is None or logits.dim() != 3 or logits.shape[1] != words.shape[1]:
+    if not _is_packed(batch) or logits is None or logits.dim() != 3 or logits.shape[1] != words.shape[1]:
         return
     second, difference = logits[:, half:].float(), (logits - after_others)[:, half:].float()
     if difference.abs().max() > max(_LEAST_INFLUENCE, torch.finfo(logits.dtype).eps) * second.abs().max():
@@ -193,6 +211,15 @@ def _require_isolation(model: PreTrainedModel, batch: Mapping[str, Any], argumen
             "position ids restart. Use a model that isolates them, or a collator that pads and gives an "
             "attention_mask."
         )
+
+
+def _is_packed(batch: Mapping[str, Any]) -> bool:
+    positions = batch.get("position_ids")
+    return (
+        "attention_mask" not in batch
+        and isinstance(positions, torch.Tensor)
+        and bool((positions.diff(dim=-1) < 0).any())
+    )
 
 
 def _is_traced(words: torch.Tensor, model: nn.Module) -> bool:
