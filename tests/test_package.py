@@ -161,7 +161,7 @@ def test_help_imports_no_torch(arguments: list[str]) -> None:
 def test_help_imports_nothing_that_starts_processes(command: str) -> None:
     words = ["paceline", *command.split(), "--help"]
     imported = modules_imported_by(f"sys.argv[:] = {words}; runpy.run_module('paceline', run_name='__main__')")
-    assert built_in.COMMANDS[command].place.partition(":")[0] in imported
+    assert built_in.COMMANDS[command].reference.partition(":")[0] in imported
     assert not imported & {
         "psutil",
         "paceline.launch.local_run",

@@ -109,15 +109,21 @@ def test_an_option_of_a_plug_in_names_what_installs_it(alone: Paceline, tmp_path
 
 
 def test_every_place_of_the_tables_exists() -> None:
-    places = [command.place for command in COMMANDS.values()] + [*LAUNCHER_OPTIONS.values()]
-    places += [
+    references = [command.reference for command in COMMANDS.values()] + [*LAUNCHER_OPTIONS.values()]
+    references += [
         *NAMES.values(),
         *PARTS.values(),
         *VERIFIED,
         *OPTION_GROUPS,
         *DIRECTORY_FORMATS.values(),
-        *(prefix.place for prefix in TASK_PREFIXES.values()),
-        *(place for table in (SLURM_BODIES, FRAMEWORKS, RANK_DETECTORS, RECORDED_TASKS) for place in table.values()),
-        *(place for group in BUILT_IN.values() for place in group.values()),
+        *(prefix.reference for prefix in TASK_PREFIXES.values()),
+        *(
+            reference
+            for table in (SLURM_BODIES, FRAMEWORKS, RANK_DETECTORS, RECORDED_TASKS)
+            for reference in table.values()
+        ),
+        *(reference for group in BUILT_IN.values() for reference in group.values()),
     ]
-    assert [place for place in places if importlib.util.find_spec(place.partition(":")[0]) is None] == []
+    assert [
+        reference for reference in references if importlib.util.find_spec(reference.partition(":")[0]) is None
+    ] == []

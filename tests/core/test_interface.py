@@ -39,10 +39,10 @@ def interfaces() -> dict[str, str]:
     run_options = set(map(flag, all_options()))
     texts["paceline"] = ["options of a run:", *(f"  {name}" for name in sorted(run_options)), ""]
     of_launchers: set[str] = set()
-    for name, place in BUILT_IN["paceline.launchers"].items():
+    for name, reference in BUILT_IN["paceline.launchers"].items():
         own = set(map(flag, option_names(name)))
         of_launchers |= own
-        texts[place.partition(".")[0]] += [f"--on {name}: {' '.join(sorted(own))}".rstrip(": ")]
+        texts[reference.partition(".")[0]] += [f"--on {name}: {' '.join(sorted(own))}".rstrip(": ")]
     for name, command in COMMANDS.items():
         for words, options in commands_of(app[name], (name,)):
             kinds = []
@@ -51,7 +51,7 @@ def interfaces() -> dict[str, str]:
             if "--cpus-per-task" in options:  # a job's; of launchers a command has only those that argv asks for
                 kinds, options = [*kinds, "LAUNCHER OPTIONS"], options - of_launchers
             line = f"paceline {words}: {' '.join([*kinds, *sorted(options)])}"
-            texts[command.place.partition(".")[0]].append(line)
+            texts[command.reference.partition(".")[0]].append(line)
     return {package: "\n".join(lines) + "\n" for package, lines in texts.items()}
 
 

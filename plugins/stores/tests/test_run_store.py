@@ -13,7 +13,7 @@ import pytest
 from tests.runs.made import make_run
 
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
-from paceline.core.files import check_place
+from paceline.core.files import check_location
 from paceline.runs import backup as runs_backup
 from paceline.runs.backup import Backup, open_backup, open_run
 from paceline.runs.checkpoint_manifest import CheckpointInfo, read_manifest
@@ -286,7 +286,7 @@ def test_an_address_holds_no_secret(address: str) -> None:
     if "::" in address:
         address = f"s3://bucket/x::{address}"
     with pytest.raises(ConfigError, match="an address is SCHEME://BUCKET/FOLDER") as raised:
-        check_place(address, "--backup-to")
+        check_location(address, "--backup-to")
     assert "secret" not in str(raised.value)
 
 

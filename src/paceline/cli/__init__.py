@@ -57,7 +57,7 @@ _MOVED = {
 _GROUPS = {name: Group(name, sort_key=n) for n, name in enumerate(dict.fromkeys(c.group for c in COMMANDS.values()))}
 for _index, (_name, _its) in enumerate(COMMANDS.items()):
     _more = {} if _its.usage is None else {"usage": f"Usage: paceline {_name} {_its.usage}"}
-    app.command(_its.place, name=_name, help=_its.help, group=_GROUPS[_its.group], sort_key=_index, **_more)
+    app.command(_its.reference, name=_name, help=_its.help, group=_GROUPS[_its.group], sort_key=_index, **_more)
 # The last line of the list of commands describes --help.
 app["--help"].group = app["--version"].group = Group("", show=False)
 _HELP_FLAGS = ("--help", "-h", "--help-all")
@@ -237,7 +237,7 @@ def _expand_task_prefix(words: list[str]) -> list[str]:
         flag, separator, given = word.partition("=")
         field = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else ""
         if word == named:
-            expanded += [task.place, "--set", f"{task.field}={value}"]
+            expanded += [task.reference, "--set", f"{task.field}={value}"]
         elif field not in task.flags:
             expanded.append(word)
         else:

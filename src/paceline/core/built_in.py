@@ -35,7 +35,7 @@ class CliCommand:
 
     Attributes:
         group: its heading in the list of all commands.
-        place: ``module:function``, which is imported when the command is used.
+        reference: ``module:function``, which is imported when the command is used.
         help: what it does, in one sentence.
         usage: its usage line, of commands with so many options that inspecting each again would take long.
         computes: the user's own code prints, with the colours and redrawn lines that it likes.
@@ -45,7 +45,7 @@ class CliCommand:
     """
 
     group: str
-    place: str
+    reference: str
     help: str
     usage: str | None = None
     computes: bool = False
@@ -236,12 +236,12 @@ class TaskPrefix:
     """Tasks of one class that the command line names by a prefix, such as ``hf:DIR``.
 
     Attributes:
-        place: ``module:Class``.
+        reference: ``module:Class``.
         field: the field whose value is the text after the prefix.
         flags: further fields with a flag of their own, each with whether the flag takes a value.
     """
 
-    place: str
+    reference: str
     field: str
     flags: Mapping[str, bool]
 
@@ -340,15 +340,15 @@ RANK_DETECTORS: Mapping[str, str] = {"HOROVOD_RANK": "paceline_frameworks.horovo
 """What returns the rank of a process, by the environment variable that its launcher sets."""
 
 PACKAGES = frozenset(
-    place.partition(":")[0].partition(".")[0]
-    for place in (
-        *(command.place for command in COMMANDS.values()),
+    reference.partition(":")[0].partition(".")[0]
+    for reference in (
+        *(command.reference for command in COMMANDS.values()),
         *OPTION_GROUPS,
-        *(prefix.place for prefix in TASK_PREFIXES.values()),
+        *(prefix.reference for prefix in TASK_PREFIXES.values()),
         *(
-            place
-            for places in (NAMES, PARTS, DIRECTORY_FORMATS, LAUNCHER_OPTIONS, *BUILT_IN.values())
-            for place in places.values()
+            reference
+            for references in (NAMES, PARTS, DIRECTORY_FORMATS, LAUNCHER_OPTIONS, *BUILT_IN.values())
+            for reference in references.values()
         ),
     )
 )

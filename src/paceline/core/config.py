@@ -45,7 +45,7 @@ def option_groups() -> tuple[type[OptionGroup], ...]:
     missing = _missing_packages()
     return (
         *(ProcessOptions, RecoveryOptions, ParallelOptions),
-        *(import_object(place) for place in OPTION_GROUPS if place.partition(".")[0] not in missing),
+        *(import_object(reference) for reference in OPTION_GROUPS if reference.partition(".")[0] not in missing),
         *(TrainingOptions, DataOptions, EvaluationOptions, RecordOptions),
     )
 
@@ -57,8 +57,8 @@ def all_options() -> Mapping[str, Option]:
 
 
 def _missing_packages() -> list[str]:
-    places = (*OPTION_GROUPS, *LAUNCHER_OPTIONS.values())
-    packages = dict.fromkeys(place.partition(".")[0] for place in places)
+    references = (*OPTION_GROUPS, *LAUNCHER_OPTIONS.values())
+    packages = dict.fromkeys(reference.partition(".")[0] for reference in references)
     return [package for package in packages if find_spec(package) is None]
 
 
@@ -149,10 +149,10 @@ class RunConfig:
             preparation=next((each.preparation for each in of_groups if each.preparation), None),
             outer_optimizer=next((each.outer_optimizer for each in of_groups if each.outer_optimizer), None),
             sync_every=max(each.sync_every for each in of_groups),
-            hooks=tuple(place for each in of_groups for place in each.hooks),
+            hooks=tuple(reference for each in of_groups for reference in each.hooks),
             whole_loss=tuple(text for each in of_groups for text in each.whole_loss),
             own_state=tuple(text for each in of_groups for text in each.own_state),
-            companions=tuple(place for each in of_groups for place in each.companions),
+            companions=tuple(reference for each in of_groups for reference in each.companions),
             results={name: value for each in of_groups for name, value in each.results.items()},
         )
 

@@ -234,8 +234,8 @@ def _torchrun(environ: Mapping[str, str]) -> Environment | None:
 
 
 def _plug_in(environ: Mapping[str, str]) -> Environment | None:
-    place = next((place for variable, place in RANK_DETECTORS.items() if variable in environ), None)
-    return None if place is None else import_object(place)(environ)
+    reference = next((reference for variable, reference in RANK_DETECTORS.items() if variable in environ), None)
+    return None if reference is None else import_object(reference)(environ)
 
 
 _MPI_NAMES: Names = ("the MPI rank", "the MPI size", "the MPI local rank", "the MPI local size")

@@ -33,21 +33,26 @@ _MOST_NAME_BYTES = 255
 _MOST_PATH_BYTES = 4095
 
 
-def is_address(place: str | Path) -> bool:
+def is_address(location: str | Path) -> bool:
     """Return whether a place is an address in an object store, such as ``s3://bucket/run``, and no path."""
-    return isinstance(place, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", place) is not None
+    return isinstance(location, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", location) is not None
 
 
-def check_place(place: str, name: str) -> None:
+def check_location(location: str, name: str) -> None:
     """Check a path as :func:`check_path` does, or an address.
 
     Raises:
         ConfigError: it is not a path, or an address that holds a password, options or no folder.
     """
-    if not is_address(place):
-        return check_path(place, name)
-    host, _, path = place.partition("://")[2].partition("/")
-    if (":" in host and "@" in host) or re.search(r"[?#\s]|::", place) or ".." in path.split("/") or not (host or path):
+    if not is_address(location):
+        return check_path(location, name)
+    host, _, path = location.partition("://")[2].partition("/")
+    if (
+        (":" in host and "@" in host)
+        or re.search(r"[?#\s]|::", location)
+        or ".." in path.split("/")
+        or not (host or path)
+    ):
         # Without the address: a password in it would stand in logs.
         raise ConfigError(
             f"{name}: an address is SCHEME://BUCKET/FOLDER, without a password, options or '..'. Credentials come from "
@@ -533,7 +538,7 @@ def fail_if_armed(path: Path) -> None:
 # --- The folders that a user's commands keep for one another: in the home directory, where there is one ---
 
 
-_PLACES = {
+_USER_DIRECTORIES = {
     "cache": ("XDG_CACHE_HOME", ".cache"),
     "config": ("XDG_CONFIG_HOME", ".config"),
     "data": ("XDG_DATA_HOME", ".local/share"),
@@ -550,7 +555,7 @@ def user_directory(kind: Literal["cache", "config", "data", "state"]) -> Path:
     Raises:
         ConfigError: the temporary one is not this user's alone.
     """
-    variable, in_home = _PLACES[kind]
+    variable, in_home = _USER_DIRECTORIES[kind]
     # The XDG specification: a relative or empty path counts as not set.
     configured = Path(os.environ.get(variable, ""))
     if configured.is_absolute():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from paceline.core.built_in import BUILT_IN, TRAITS
 from paceline.core.environment import EtcdEndpoints, parse_coordinator
 from paceline.core.errors import ConfigError
-from paceline.core.files import check_path, check_place
+from paceline.core.files import check_location, check_path
 from paceline.core.options import (
     BestMetric,
     Capability,
@@ -202,7 +202,7 @@ class RecordOptions(OptionGroup):
         if self.run_dir is not None:
             check_path(self.run_dir, flag("run_dir"))
         if self.backup_to is not None:
-            check_place(self.backup_to, flag("backup_to"))
+            check_location(self.backup_to, flag("backup_to"))
         for name in self.log_to:
             if name not in BUILT_IN["paceline.trackers"] and name not in plugin_names("paceline.trackers"):
                 raise ConfigError(

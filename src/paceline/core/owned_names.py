@@ -171,9 +171,9 @@ def _scope(temporary: str) -> int:
 
 
 def _names(temporary: str | None = None) -> Iterator[tuple[Path, Owner]]:
-    places = (str(SHARED_MEMORY), os.environ.get("XDG_RUNTIME_DIR"), temporary or tempfile.gettempdir(), "/tmp")
-    for place in dict.fromkeys(filter(None, places)):
-        with suppress(OSError), os.scandir(place) as entries:
+    directories = (str(SHARED_MEMORY), os.environ.get("XDG_RUNTIME_DIR"), temporary or tempfile.gettempdir(), "/tmp")
+    for directory in dict.fromkeys(filter(None, directories)):
+        with suppress(OSError), os.scandir(directory) as entries:
             for entry in entries:
                 owner = Owner.parse(entry.name)
                 with suppress(OSError):

@@ -48,13 +48,13 @@ class Plugin:
 
     Attributes:
         name: its name on the command line.
-        place: ``module:Class``.
+        reference: ``module:Class``.
         distribution: whose it is: its name and version.
     """
 
     group: Group
     name: str
-    place: str
+    reference: str
     distribution: str
 
     @property
@@ -63,7 +63,7 @@ class Plugin:
         return self.name in BUILT_IN[self.group] or self.name == _RESERVED
 
     def __str__(self) -> str:
-        return f"{_NOUNS[self.group]} {self.name!r} ({self.place}) of {self.distribution}"
+        return f"{_NOUNS[self.group]} {self.name!r} ({self.reference}) of {self.distribution}"
 
 
 @functools.cache
@@ -102,7 +102,7 @@ def find_plugin(group: Group, name: str) -> Plugin | None:
     if len(found) > 1:
         raise ConfigError(
             f"the {_NOUNS[group]} {name!r} is registered twice: by "
-            f"{' and by '.join(f'{each.distribution} ({each.place})' for each in found)}. Uninstall one of them."
+            f"{' and by '.join(f'{each.distribution} ({each.reference})' for each in found)}. Uninstall one of them."
         )
     return found[0] if found else None
 
@@ -124,7 +124,7 @@ def load(group: Group, name: str, requirement: str, is_met: Callable[[Any], bool
     if plugin is None:
         raise ConfigError(f"there is no {_NOUNS[group]} {name!r}. Choose one of: {', '.join(all_names(group))}.")
     try:
-        found = import_object(plugin.place)
+        found = import_object(plugin.reference)
     except Exception as error:  # another's module, which may fail in any way
         raise ConfigError(
             f"the {plugin} cannot be imported: {type(error).__name__}: {error}. Repair or uninstall it."
@@ -134,13 +134,13 @@ def load(group: Group, name: str, requirement: str, is_met: Callable[[Any], bool
     return found
 
 
-def import_object(place: str) -> Any:
+def import_object(reference: str) -> Any:
     """Import the object of ``module:name``.
 
     Raises:
         ConfigError: it is in a part of Paceline that is not installed here.
     """
-    module, _, attribute = place.partition(":")
+    module, _, attribute = reference.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
@@ -188,7 +188,7 @@ def is_own_file(file: str) -> bool:
 
 @functools.cache
 def _task_folders() -> tuple[str, ...]:
-    return _folders({place.partition(".")[0] for place in BUILT_IN["paceline.tasks"].values()})
+    return _folders({reference.partition(".")[0] for reference in BUILT_IN["paceline.tasks"].values()})
 
 
 def _folders(packages: Iterable[str]) -> tuple[str, ...]:

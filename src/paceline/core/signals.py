@@ -189,22 +189,22 @@ def locate_user_frame(frames: Sequence[Frame]) -> UserFrame:
     if not frames:
         return UserFrame()
     collective = of_layers = ""
-    place, is_users = frames[0], False
+    chosen, is_users = frames[0], False
     for frame in frames:
         if frame.file.endswith(_COLLECTIVES):
             collective = frame.name  # the outermost is what was called
         elif frame.file.endswith(_FUNCTIONAL):
             of_layers = of_layers or frame.name
         elif is_own_file(frame.file):
-            place = frame
+            chosen = frame
             break
         elif not any(part in frame.file for part in _LIBRARIES):
-            place, is_users = frame, True
+            chosen, is_users = frame, True
             break
     waits_in = of_layers or (collective if is_users else "")
     return UserFrame(
-        where=str(place),
-        inside="" if place == frames[0] else str(frames[0]),
+        where=str(chosen),
+        inside="" if chosen == frames[0] else str(frames[0]),
         collective=f"torch.distributed.{waits_in}" if waits_in else "",
         is_users=is_users,
     )
@@ -324,8 +324,8 @@ def describe_unresponsive(pid: int | None, limit_s: float = 0.3) -> str:
     if state in "DS":
         text += _in_kernel(pid)
     if state in "RS":
-        place = locate_user_frame(parse_frames(stacks_of(pid, limit_s)))
-        text += f", in {place.where}" if place.where else ""
+        located = locate_user_frame(parse_frames(stacks_of(pid, limit_s)))
+        text += f", in {located.where}" if located.where else ""
     return text
 
 

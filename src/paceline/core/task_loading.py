@@ -302,8 +302,8 @@ def split_spec(spec: str) -> tuple[str, str]:
     if not spec:
         raise TaskError("no task was given. Write paceline train TASK, where TASK is file.py:Name or a built-in task.")
     plugin = _find_plugin(spec)
-    place = plugin.place if plugin else BUILT_IN_TASKS.get(spec) or RECORDED_TASKS.get(spec, spec)
-    module, separator, name = place.rpartition(":")
+    reference = plugin.reference if plugin else BUILT_IN_TASKS.get(spec) or RECORDED_TASKS.get(spec, spec)
+    module, separator, name = reference.rpartition(":")
     if not separator or not module or not name:
         raise TaskError(
             f"task {spec!r} is not a built-in task and names no class.\n"

@@ -28,7 +28,7 @@ CHUNK = 8192
 """Positions computed at a time, so that the arrays stay in the L2 cache."""
 
 # Domains of the keys, so that no two uses of one seed share a key; data/train_val_split.py has 3.
-_EPOCH, _SHORT_WINDOW, _DRAW, _PLACE = 1, 2, 4, 5
+_EPOCH, _SHORT_WINDOW, _DRAW, _INDEX = 1, 2, 4, 5
 
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -204,8 +204,8 @@ class WeightedDraws:
             values = _scale(_hashes(key, positions), int(sums[-1]))
             drawn: NDArray[np.int64] = np.searchsorted(sums, values, side="right").astype(np.int64, copy=False)
             return drawn
-        places = Permutation(num_samples, derive_key(key, _PLACE))(positions)
-        return np.take(self._once(key, num_samples), places)
+        indices = Permutation(num_samples, derive_key(key, _INDEX))(positions)
+        return np.take(self._once(key, num_samples), indices)
 
     @functools.cached_property
     def _cumulative(self) -> NDArray[np.int64]:
@@ -298,11 +298,11 @@ def assign_by_length(lengths: NDArray[np.int64], capacities: list[int]) -> NDArr
     """
     assigned: list[list[int]] = [[] for _ in capacities]
     lightest = [(0, microbatch) for microbatch, capacity in enumerate(capacities) if capacity]
-    for place in np.argsort(-lengths, kind="stable").tolist():
+    for index in np.argsort(-lengths, kind="stable").tolist():
         load, microbatch = heapq.heappop(lightest)
-        assigned[microbatch].append(place)
+        assigned[microbatch].append(index)
         if len(assigned[microbatch]) < capacities[microbatch]:
-            heapq.heappush(lightest, (load + int(lengths[place]), microbatch))
+            heapq.heappush(lightest, (load + int(lengths[index]), microbatch))
     return np.concatenate([np.sort(np.asarray(microbatch, dtype=np.int64)) for microbatch in assigned])
 
 
@@ -526,12 +526,12 @@ class DeterministicSampler:
         network = FeistelNetwork(window)
         for low in range(start, stop, CHUNK):
             positions = np.arange(low, min(low + CHUNK, stop), dtype=np.int64)
-            first_place = low // window
-            places = np.arange(first_place, int(positions[-1]) // window + 1, dtype=np.int64)
-            windows = _permutation(self.num_samples // window, key)(places)
+            first_window = low // window
+            windows = np.arange(first_window, int(positions[-1]) // window + 1, dtype=np.int64)
+            shuffled = _permutation(self.num_samples // window, key)(windows)
             # One key per window: derive_key(key, window), vectorised.
-            window_keys = splitmix64_of(np.uint64(splitmix64(key)) ^ windows.view(np.uint64))
-            local = positions // window - first_place
+            window_keys = splitmix64_of(np.uint64(splitmix64(key)) ^ shuffled.view(np.uint64))
+            local = positions // window - first_window
             offsets = (positions % window).view(np.uint64)
             within = network.permute(offsets, network.round_keys(window_keys)[:, local])
-            yield windows[local] * window + within.view(np.int64)
+            yield shuffled[local] * window + within.view(np.int64)

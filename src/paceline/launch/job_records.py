@@ -20,7 +20,7 @@ from paceline.launch.launcher import JobHandle, JobStatus, get_launcher
 
 _KEEP = 200
 _LONG = 8192  # bytes; few records are longer
-_PLACE = ("server", "namespace", "region", "boot", "pid_namespace")
+_SCOPE = ("server", "namespace", "region", "boot", "pid_namespace")
 """In a reference: within what a number means one job."""
 
 
@@ -80,11 +80,11 @@ class JobRecord:
 
 def record_id(launcher: str, reference: Mapping[str, Any]) -> str:
     """Return ``LAUNCHER-NUMBER``, with a further number if an active job elsewhere has that id."""
-    place = [reference.get(name) for name in _PLACE]
+    scope = [reference.get(name) for name in _SCOPE]
     taken = {
         record.id
         for record in read_records()
-        if record.ended is None and [record.reference.get(name) for name in _PLACE] != place
+        if record.ended is None and [record.reference.get(name) for name in _SCOPE] != scope
     }
     wanted = f"{launcher}-{reference['id']}"
     numbered = (f"{wanted}-{number}" for number in itertools.count(2))

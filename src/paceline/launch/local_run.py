@@ -284,8 +284,8 @@ class LocalRun:
         except OSError as error:
             raise directory.unwritable(error) from error
         with ExitStack() as stack:
-            for place in job.config.changes.companions:
-                stack.enter_context(import_object(place)(job.config, directory))
+            for reference in job.config.changes.companions:
+                stack.enter_context(import_object(reference)(job.config, directory))
             code = self.launcher.submit(self.rendered).wait()
         if code == 0 and spec.nodes[1] == 1 and not directory.has_result():
             print(

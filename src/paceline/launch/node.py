@@ -45,8 +45,8 @@ _ENDED_BY_SIGNAL = (*STOPPED, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 def node_command(spec: LaunchSpec) -> tuple[str, ...]:
     """Return the command that a launcher starts on each node of a job."""
-    if (place := PARTS.get(f"--rank-launcher {spec.rank_launcher}")) is not None:
-        command: tuple[str, ...] = import_object(place)(spec)
+    if (reference := PARTS.get(f"--rank-launcher {spec.rank_launcher}")) is not None:
+        command: tuple[str, ...] = import_object(reference)(spec)
         return command
     least, most = spec.nodes
     options: list[str] = ["--rank-launcher", spec.rank_launcher]

@@ -116,8 +116,8 @@ def make_options(launcher: Launcher, given: Mapping[str, Any]) -> Any:
 
 def installed_launchers() -> list[str]:
     """Return the names of our launchers, without those whose plug-in is not installed."""
-    places = BUILT_IN["paceline.launchers"]
-    return [name for name, place in places.items() if find_spec(place.partition(".")[0])]
+    launchers = BUILT_IN["paceline.launchers"]
+    return [name for name, reference in launchers.items() if find_spec(reference.partition(".")[0])]
 
 
 def owners_of(text: str) -> str:

@@ -40,8 +40,8 @@ class Framework(Protocol):
 
 def find_framework(env_style: EnvStyle) -> Framework | None:
     """Return the framework whose variables those of the env style are; None if a plug-in has none."""
-    place = FRAMEWORKS.get(env_style)
-    return None if place is None else cast("Framework", import_module(place))
+    module = FRAMEWORKS.get(env_style)
+    return None if module is None else cast("Framework", import_module(module))
 
 
 def env_style_variables(

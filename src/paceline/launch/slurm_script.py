@@ -676,8 +676,8 @@ def fixed_size(spec: LaunchSpec) -> tuple[int, int]:
 Body = Callable[[LaunchSpec, str, bool], Iterator[str]]
 
 
-def _of_plug_in(place: str) -> Body:
-    return lambda spec, step_options, batch: import_object(place)(spec, step_options, batch)
+def _of_plug_in(reference: str) -> Body:
+    return lambda spec, step_options, batch: import_object(reference)(spec, step_options, batch)
 
 
 BODIES: dict[RankLauncher, Body] = {
@@ -686,7 +686,7 @@ BODIES: dict[RankLauncher, Body] = {
     "srun": _one_step,
     "ray": _one_step,
     "mpi": _mpirun,
-    **{name: _of_plug_in(place) for name, place in SLURM_BODIES.items()},
+    **{name: _of_plug_in(reference) for name, reference in SLURM_BODIES.items()},
     "agent": _agents,
 }
 """Shell code by rank launcher, the default first: it starts the ranks, waits (``wait_for``) and sets ``code``.

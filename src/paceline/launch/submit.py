@@ -250,12 +250,12 @@ OF_THE_LAUNCHER = select(lambda its: its.from_launcher)
 """Options that the command line of each machine has from its launcher."""
 
 
-def normal_command(words: Sequence[str], python: str, place_of: Callable[[str], str]) -> tuple[str, ...]:
+def normal_command(words: Sequence[str], python: str, path_of: Callable[[str], str]) -> tuple[str, ...]:
     """Return a script or ``-m module`` with its interpreter in front; any other command unchanged.
 
     Args:
         python: the interpreter on the machines.
-        place_of: where the machines find a script or a program; see :meth:`Launcher.place_of`.
+        path_of: where the machines find a script or a program; see :meth:`Launcher.remote_path`.
 
     Raises:
         ConfigError: there is no such script or program, or the machines do not get it.
@@ -264,14 +264,14 @@ def normal_command(words: Sequence[str], python: str, place_of: Callable[[str], 
         raise ConfigError("there is no command to launch. Give it after --, such as: -- python train.py")
     first, *others = words
     if first.endswith(".py"):
-        return (python, place_of(first), *others)
+        return (python, path_of(first), *others)
     if first == "-m":
         return (python, *words)
     if os.sep in first:
-        program = place_of(first)
+        program = path_of(first)
         first = program if os.sep in program else f"{os.curdir}{os.sep}{program}"
     if others and others[0].endswith(".py"):
-        others[0] = place_of(others[0])
+        others[0] = path_of(others[0])
     return (first, *others)
 
 
@@ -329,19 +329,19 @@ def refuse_starters(command: Sequence[str], env_style: EnvStyle) -> None:
     )
 
 
-def remote_task(spec: str, place_of: Callable[[str], str]) -> str:
+def remote_task(spec: str, path_of: Callable[[str], str]) -> str:
     """Return a task's spec on the nodes.
 
     Args:
         spec: the task's file or module and its class, or a built-in task.
-        place_of: where the machines find a file; see :meth:`Launcher.place_of`.
+        path_of: where the machines find a file; see :meth:`Launcher.remote_path`.
 
     Raises:
         TaskError: the spec has another form.
         ConfigError: there is no such file, or the machines do not get it.
     """
-    place, name = split_spec(spec)
-    return f"{place_of(place)}:{name}" if place.endswith(".py") else spec
+    path, name = split_spec(spec)
+    return f"{path_of(path)}:{name}" if path.endswith(".py") else spec
 
 
 def nodes_python(launcher: Launcher, asked: str | None) -> str:
@@ -469,7 +469,7 @@ def task_job(config: RunConfig, options: Mapping[str, Any], launcher: Launcher, 
     """
     options = {"walltime_s": config.recovery.walltime, **options}
     _refuse_impossible(config, options)
-    run, name, directory = _task_place(config, launcher)
+    run, name, directory = _task_location(config, launcher)
     env_style: EnvStyle = options.get("env_style") or "torch"
     rank_launcher = choose_rank_launcher(launcher, options.get("rank_launcher"), env_style, is_task=True)
     by_torchrun = config.recovery.recover == "restart" and rank_launcher == "torchrun"
@@ -497,7 +497,7 @@ def task_job(config: RunConfig, options: Mapping[str, Any], launcher: Launcher, 
     )
 
 
-def _task_place(config: RunConfig, launcher: Launcher) -> tuple[Path, str, Path | None]:
+def _task_location(config: RunConfig, launcher: Launcher) -> tuple[Path, str, Path | None]:
     """Return a task's run directory, the job's name, and its directory if that is in the run's.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from paceline.core.built_in import PARTS
 from paceline.core.errors import CheckpointError, PacelineError
-from paceline.core.files import check_place, is_address
+from paceline.core.files import check_location, is_address
 from paceline.core.owned_names import own_prefix
 from paceline.core.plugins import import_object
 from paceline.runs.checkpoint_manifest import CheckpointInfo
@@ -65,8 +65,8 @@ class BackupStore(Protocol):
 class DirectoryBackup(BackupStore):
     """A directory, in which each run has a folder."""
 
-    def __init__(self, place: str, run: RunDirectory, keep: int) -> None:
-        self._place = place
+    def __init__(self, location: str, run: RunDirectory, keep: int) -> None:
+        self._location = location
         self._run = run
         self._keep = keep
 
@@ -74,7 +74,7 @@ class DirectoryBackup(BackupStore):
         pass  # the run's lock keeps others away
 
     def save(self, checkpoint: Path, info: CheckpointInfo) -> None:
-        directory = backup_path(self._place, info.run)
+        directory = backup_path(self._location, info.run)
         remove_stale(directory)
         best = info.best_version
         if best is not None and best != info.state_version and not holds_version(directory, best):
@@ -82,7 +82,7 @@ class DirectoryBackup(BackupStore):
         prune(directory, self._keep, copy(checkpoint, directory))
 
     def restore(self, run_id: str) -> tuple[Path | None, tuple[str, ...]]:
-        backup, directory = backup_path(self._place, run_id), self._run.checkpoints
+        backup, directory = backup_path(self._location, run_id), self._run.checkpoints
         found = newest_verified(backup)
         if found.path is None or found.manifest is None:
             return None, found.skipped
@@ -95,10 +95,10 @@ class DirectoryBackup(BackupStore):
         pass
 
 
-def open_backup(place: str, run: RunDirectory, keep: int) -> BackupStore:
+def open_backup(location: str, run: RunDirectory, keep: int) -> BackupStore:
     """Return the store of ``--backup-to`` without touching it."""
-    kind = import_object(PARTS["--backup-to"]) if is_address(place) else DirectoryBackup
-    return cast(BackupStore, kind(place, run, keep))
+    kind = import_object(PARTS["--backup-to"]) if is_address(location) else DirectoryBackup
+    return cast(BackupStore, kind(location, run, keep))
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def open_run(run: str | Path, which: str | None = None) -> Iterator[RunDirectory
     if not is_address(run):
         yield RunDirectory(Path(run))
         return
-    check_place(str(run), "the run")
+    check_location(str(run), "the run")
     with tempfile.TemporaryDirectory(prefix=own_prefix("run")) as folder:
         directory = RunDirectory(Path(folder) / "run")
         import_object(PARTS["--backup-to"])(run, directory).fetch(which)

@@ -210,12 +210,12 @@ def explain_disk_error(error: Exception, directory: RunDirectory | None) -> Exce
     if not is_of_disk and not is_ours:
         return error  # such as a file of the task that another user may read
     if path is None and error.errno == errno.ENOSPC:
-        path = _full_place(directory)
+        path = _full_disk(directory)
     remedy = FULL.get(error.errno or 0, "Make it writable")
     if path is not None and path.is_relative_to(SHARED_MEMORY):
         remedy = "Give more shared memory (docker run --shm-size=8g; in Kubernetes an emptyDir with medium: Memory)"
-    place = traceback.extract_tb(error.__traceback__)[-1:]
-    where = path or (f"a file (in {place[0].filename}, line {place[0].lineno})" if place else "a file")
+    raised = traceback.extract_tb(error.__traceback__)[-1:]
+    where = path or (f"a file (in {raised[0].filename}, line {raised[0].lineno})" if raised else "a file")
     explained = RunDirectoryError(
         f"cannot write {where}: {error.strerror}. Everything that was saved before is untouched. {remedy}, then give "
         "the same command again."
@@ -227,16 +227,16 @@ def explain_disk_error(error: Exception, directory: RunDirectory | None) -> Exce
 _FULL_BYTES = 2**20
 
 
-def _full_place(directory: RunDirectory | None) -> Path | None:
+def _full_disk(directory: RunDirectory | None) -> Path | None:
     """Return the place that is full, of those that every run writes to; an error of the kernel names no file."""
-    places = [SHARED_MEMORY, Path(tempfile.gettempdir())]
+    paths = [SHARED_MEMORY, Path(tempfile.gettempdir())]
     if directory is not None:
-        places.insert(0, directory.path)
-    for place in places:
+        paths.insert(0, directory.path)
+    for path in paths:
         with suppress(OSError):
-            disk = os.statvfs(place)
+            disk = os.statvfs(path)
             if disk.f_bavail * disk.f_frsize < _FULL_BYTES:
-                return place
+                return path
     return None
 
 

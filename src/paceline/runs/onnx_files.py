@@ -37,16 +37,16 @@ def external_files(model: bytes) -> frozenset[str]:
     remaining: list[tuple[tuple[str, ...], memoryview]] = [(("Model",), memoryview(model))]
     try:
         while remaining:
-            place, message = remaining.pop()
-            children = _CHILDREN.get(place[-1], {})
+            path, message = remaining.pop()
+            children = _CHILDREN.get(path[-1], {})
             texts = {}
             for field, content in _fields(message):
                 if field in children:
-                    remaining.append(((*place[-_DEPTH:], children[field]), content))
-                elif place[-1] == "Entry":
+                    remaining.append(((*path[-_DEPTH:], children[field]), content))
+                elif path[-1] == "Entry":
                     texts[field] = str(content, "utf-8")
             if texts.get(1) == "location":
-                if place != _WEIGHT:
+                if path != _WEIGHT:
                     raise PackageError(
                         f"the ONNX program takes a constant from the file {texts.get(2, '')!r:.80}, which only its "
                         "weights may be taken from. Export the run again, or use another program."

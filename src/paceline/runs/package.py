@@ -176,22 +176,22 @@ class Package:
 
 
 def open_package(
-    place: str | Path, registry: Registry | None = None, on_read: Callable[[int], None] = lambda size: None
+    location: str | Path, registry: Registry | None = None, on_read: Callable[[int], None] = lambda size: None
 ) -> Package:
     """Open and verify a package.
 
     Args:
-        place: its directory, ``NAME@TAG``, ``NAME`` (its ``latest``), or a digest or a prefix of one.
+        location: its directory, ``NAME@TAG``, ``NAME`` (its ``latest``), or a digest or a prefix of one.
         registry: the registry of the names; by default the user's.
         on_read: called with the number of bytes of each piece that was read.
 
     Raises:
         PackageError: it does not exist, or does not verify; names the file and the error.
     """
-    path = Path(place)
-    if not is_path(place):
+    path = Path(location)
+    if not is_path(location):
         registry = registry or Registry.of_user()
-        digest = registry.resolve(str(place))
+        digest = registry.resolve(str(location))
         path = registry.path_of(digest)
         package = verify_package(path, on_read)
         if package.digest != digest:
@@ -205,9 +205,9 @@ def open_package(
     return verify_package(path, on_read)
 
 
-def is_path(place: str | Path) -> bool:
+def is_path(location: str | Path) -> bool:
     """Return whether a package is named by its directory rather than by a reference."""
-    return isinstance(place, Path) or os.sep in place or os.path.isfile(Path(place) / MANIFEST)
+    return isinstance(location, Path) or os.sep in location or os.path.isfile(Path(location) / MANIFEST)
 
 
 def verify_package(path: Path, on_read: Callable[[int], None] = lambda size: None) -> Package:

@@ -308,8 +308,8 @@ def describe(event: Event) -> str:
         case {"event": "corruption", "sentence": sentence}:
             return f"{sentence} The step is not applied"
         case {"event": "failed", "error": error}:
-            place = event.get("rank", event.get("slot"))
-            return f"failed: {error}" if place is None else f"failed in rank {place}: {error}"
+            rank = event.get("rank", event.get("slot"))
+            return f"failed: {error}" if rank is None else f"failed in rank {rank}: {error}"
         case {"event": "finished"}:
             return "finished"
     fields = {name: value for name, value in event.items() if name not in ("time", "event", "step")}

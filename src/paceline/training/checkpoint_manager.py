@@ -70,8 +70,8 @@ def open_checkpointer(run: RunContext) -> Iterator[Checkpointer]:
             in_time = backup.finish(patience_s)
             if patience_s and (missing := backup.missing) is not None:
                 why = "failed" if in_time else f"was not complete after {patience_s:g} s"
-                place = run.config.records.backup_to
-                _log.warning("%s lacks the checkpoint of step %d: its copy %s.", place, missing.step, why)
+                location = run.config.records.backup_to
+                _log.warning("%s lacks the checkpoint of step %d: its copy %s.", location, missing.step, why)
         elif run.backup is not None:
             run.backup.close()
 

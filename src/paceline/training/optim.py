@@ -225,17 +225,17 @@ def sort_parameters(name: str, optimizer: Optimizer, module: nn.Module) -> None:
     Raises:
         TaskError: the model does not have one of them.
     """
-    places = {id(parameter): place for place, parameter in enumerate(module.parameters())}
+    position_of = {id(parameter): position for position, parameter in enumerate(module.parameters())}
     for number, group in enumerate(optimizer.param_groups):
         parameters = group["params"]
-        if foreign := [p for p in parameters if id(p) not in places]:
+        if foreign := [p for p in parameters if id(p) not in position_of]:
             raise TaskError(
                 f"build_optimizer gives group {number} of the optimizer {name!r} a parameter of shape "
                 f"{tuple(foreign[0].shape)} that the model does not have: its gradients would not be summed over the "
                 "micro-batches, nor its value saved. Make it a parameter of the module that build_model returns, and "
                 "take all parameters from build_optimizer's argument."
             )
-        order = sorted(range(len(parameters)), key=lambda index: places[id(parameters[index])])
+        order = sorted(range(len(parameters)), key=lambda index: position_of[id(parameters[index])])
         for key in ("params", "param_names"):
             if key in group:
                 group[key][:] = [group[key][index] for index in order]  # LBFGS keeps the list

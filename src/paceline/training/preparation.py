@@ -99,6 +99,6 @@ class ModelPreparation:
 
 def build_preparation(config: RunConfig) -> ModelPreparation:
     """Build the preparation that the options name; without one, that which changes nothing."""
-    place = config.changes.preparation
-    kind: type[ModelPreparation] = ModelPreparation if place is None else import_object(place)
+    reference = config.changes.preparation
+    kind: type[ModelPreparation] = ModelPreparation if reference is None else import_object(reference)
     return kind(config)

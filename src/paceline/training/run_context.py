@@ -211,7 +211,7 @@ class RunContext:
     def hooks(self) -> tuple[RunHook, ...]:
         """What options, and the search whose trial this is, add to the run in this process."""
         of_search = () if self.trial_scheduler is None else (PARTS["trials"],)
-        return tuple(import_object(place)(self) for place in (*self.config.changes.hooks, *of_search))
+        return tuple(import_object(reference)(self) for reference in (*self.config.changes.hooks, *of_search))
 
     def watch_evaluation(self, module: nn.Module) -> ExitStack:
         """Return the contexts of all hooks for an evaluation of the model."""
@@ -224,8 +224,8 @@ class RunContext:
     def backup(self) -> BackupStore | None:
         """The store of ``--backup-to``, for rank 0; None without it."""
         records = self.config.records
-        place = records.backup_to
-        return None if place is None else open_backup(place, self.directory, records.keep_checkpoints)
+        location = records.backup_to
+        return None if location is None else open_backup(location, self.directory, records.keep_checkpoints)
 
     @property
     def num_microbatches(self) -> int:

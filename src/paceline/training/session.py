@@ -125,8 +125,8 @@ def build_trainer(run: RunContext, world_size: int, agent: AgentClient | None = 
     Raises:
         UserError: the task's model, optimizers or data cannot be built, or do not work with the strategy.
     """
-    place = getattr(strategy_class(run.config, world_size), "engine", None)
-    engine: type[Engine] = SyncEngine if place is None else import_object(place)
+    reference = getattr(strategy_class(run.config, world_size), "engine", None)
+    engine: type[Engine] = SyncEngine if reference is None else import_object(reference)
     return Trainer(run, engine, agent)
 
 

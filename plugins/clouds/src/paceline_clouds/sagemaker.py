@@ -220,8 +220,8 @@ def training_job(spec: LaunchSpec, options: SageMakerOptions) -> tuple[Request, 
     if options.distribution is None:
         start = _start(spec)
         algorithm |= {"ContainerEntrypoint": ["/bin/bash"], "ContainerArguments": [f"{_DATA}/{START}"]}
-        place = {"S3DataType": "S3Prefix", "S3Uri": f"{source}/", "S3DataDistributionType": "FullyReplicated"}
-        request["InputDataConfig"] = [{"ChannelName": "code", "DataSource": {"S3DataSource": place}}]
+        data_source = {"S3DataType": "S3Prefix", "S3Uri": f"{source}/", "S3DataDistributionType": "FullyReplicated"}
+        request["InputDataConfig"] = [{"ChannelName": "code", "DataSource": {"S3DataSource": data_source}}]
     else:
         request["HyperParameters"] = _hyperparameters(name, f"{source}/{SOURCE}", spec, options)
     environment = {**_threads(spec), **spec.env}

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
-from paceline.core.files import check_place
+from paceline.core.files import check_location
 from paceline.core.options import Changes, OptionGroup, Requirement, at_least, option
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class FineTuningOptions(OptionGroup):
     def check(self, config: RunConfig) -> None:
         """Reject what has no effect with adapters."""
         if self.init_from is not None:
-            check_place(self.init_from, "--init-from")
+            check_location(self.init_from, "--init-from")
         if self.lora is None:
             return
         if self.freeze:

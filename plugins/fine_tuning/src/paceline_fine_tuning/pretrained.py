@@ -89,12 +89,12 @@ class PretrainedWeights:
             ConfigError: there is no such thing.
             CheckpointError: it does not verify.
         """
-        place, which = _parsed(source)
-        if is_address(place):
-            with open_run(place, which) as directory:
+        location, which = _parsed(source)
+        if is_address(location):
+            with open_run(location, which) as directory:
                 checkpoint = select_checkpoint(directory.checkpoints, which)
-                return cls._of_checkpoint(source, directory, checkpoint, f"{place}/checkpoints/{checkpoint.name}")
-        path = Path(place).expanduser()
+                return cls._of_checkpoint(source, directory, checkpoint, f"{location}/checkpoints/{checkpoint.name}")
+        path = Path(location).expanduser()
         if RunDirectory(path).exists():
             directory = RunDirectory(path)
             checkpoint = select_checkpoint(directory.checkpoints, which)

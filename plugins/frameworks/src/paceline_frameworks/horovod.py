@@ -199,8 +199,8 @@ def _on_loopback(command: Command, spec: LaunchSpec, options: HorovodOptions) ->
             "join later.",
             file=sys.stderr,
         )
-        place = command.argv.index("--gloo") + 1
-        return replace(command, argv=(*command.argv[:place], "--network-interface", "lo", *command.argv[place:]))
+        index = command.argv.index("--gloo") + 1
+        return replace(command, argv=(*command.argv[:index], "--network-interface", "lo", *command.argv[index:]))
     if len(hosts) == 1:
         print(
             f"paceline: {script} lists only {hosts[0]}, and without --interface horovodrun waits for a second one.",

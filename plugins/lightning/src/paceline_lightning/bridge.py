@@ -239,7 +239,7 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
         """Whether each epoch has one evaluation, at its end."""
         return bool(self.val_check_interval == 1.0 and self.check_val_every_n_epoch == 1)
 
-    def take_place(self, group: RankInfo) -> None:
+    def enter_group(self, group: RankInfo) -> None:
         """Take over the rank in a group; loggers write on rank 0 only."""
         self._group = group
         self.strategy._root_device = group.device
@@ -377,7 +377,7 @@ class LightningBridge(Callback):
 
     Attributes:
         taps: its metrics.
-        place: where the next batch stands.
+        batch_info: where the next batch stands.
 
     Raises:
         TaskError: the module or a callback does what cannot be kept.
@@ -402,7 +402,7 @@ class LightningBridge(Callback):
         self.trainer = TrainerProxy(module, datamodule, [*given, *own])
         if datamodule is not None:
             datamodule.trainer = self.trainer
-        self.place = _NOWHERE
+        self.batch_info = _NOWHERE
         self.schedulers = Schedulers([])
         self._log = StepLog()
         self._group: RankInfo | None = None
@@ -455,7 +455,7 @@ class LightningBridge(Callback):
             batch: on its device.
         """
         module = _inside(model)
-        name = _STEPS[self.place.split]
+        name = _STEPS[self.batch_info.split]
         self._logged = {}
         self.taps.on_batch_begin()
         # Hooks of the datamodule come first, as in Lightning.
@@ -463,7 +463,9 @@ class LightningBridge(Callback):
             owner = self._datamodule if _overrides(hook, self._datamodule) else module
             batch = getattr(owner, hook)(batch, 0)
         step = getattr(module, name)
-        number = self.trainer.fit_loop.epoch_loop.batch_idx if self.place.split == "train" else self.place.number
+        number = (
+            self.trainer.fit_loop.epoch_loop.batch_idx if self.batch_info.split == "train" else self.batch_info.number
+        )
         arguments = (batch, number)[: 1 if len(inspect.signature(step).parameters) == 1 else 2]
         with self._in(name):
             try:
@@ -475,9 +477,9 @@ class LightningBridge(Callback):
     def train_batch(self, model: nn.Module, batch: Any) -> Any:
         """Return ``training_step``'s output; its logged values wait until the step is reduced."""
         output, logged, _ = self.run_step(model, batch)
-        if self.place.samples:
+        if self.batch_info.samples:
             for name, entry in logged.items():
-                self._log.add(name, self.place.number, entry)
+                self._log.add(name, self.batch_info.number, entry)
         return output
 
     def log(
@@ -512,7 +514,7 @@ class LightningBridge(Callback):
                 self._aliases[name] = path
                 return
             value = self.taps.batch_value(path) if in_step else value.compute()
-        weight = float(batch_size or self.place.samples or 1)
+        weight = float(batch_size or self.batch_info.samples or 1)
         entry = LoggedValue(checked(name, value), weight, on_step, on_epoch, to_logger=logger is not False)
         self._logged[name] = entry
         if self._where not in _STEPS.values():
@@ -524,7 +526,7 @@ class LightningBridge(Callback):
     def attach(self, group: RankInfo, *, step: int, epoch: int) -> None:
         first = self._group is None
         self._group = group
-        self.trainer.take_place(group)
+        self.trainer.enter_group(group)
         self.trainer.stand_at(step=step, epoch=epoch)
         if not first:
             return

@@ -131,16 +131,16 @@ def add_exactly(partials: list[float], value: float) -> None:
     if not math.isfinite(value):
         partials.append(value)
         return
-    place = 0
+    index = 0
     for partial in partials:
         larger, smaller = (value, partial) if abs(value) >= abs(partial) else (partial, value)
         total = larger + smaller
         rest = smaller - (total - larger)
         if rest:
-            partials[place] = rest
-            place += 1
+            partials[index] = rest
+            index += 1
         value = total
-    partials[place:] = [value]
+    partials[index:] = [value]
 
 
 def _mean(totals: list[list[float]]) -> float:

@@ -213,13 +213,13 @@ class LightningTask(Task):
         return self._now().schedulers
 
     def on_batch_begin(self, info: BatchInfo) -> None:
-        self._now().place = info
+        self._now().batch_info = info
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | Loss:
         session = self._now()
-        if session.place.split != "train":
+        if session.batch_info.split != "train":
             # validation_step does not say what the loss is.
-            session.place = BatchInfo(**{**vars(session.place), "split": "train", "samples": 0})
+            session.batch_info = BatchInfo(**{**vars(session.batch_info), "split": "train", "samples": 0})
         output = session.train_batch(model, batch)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None:
@@ -232,7 +232,7 @@ class LightningTask(Task):
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         session = self._now()
-        split, samples = session.place.split, session.place.samples
+        split, samples = session.batch_info.split, session.batch_info.samples
         if not is_overridden("validation_step" if split == "val" else "test_step", session.module):
             return {}
         output, logged, calls = session.run_step(model, batch)

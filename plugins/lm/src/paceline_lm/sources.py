@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.core.built_in import PARTS
 from paceline.core.errors import CheckpointError, TaskError
-from paceline.core.files import check_place, is_address
+from paceline.core.files import check_location, is_address
 from paceline.core.plugins import import_object
 
 _TOKENS = "bin:"
@@ -47,7 +47,7 @@ class Source:
             TaskError: there is none, or the object store does not give it.
         """
         if is_address(self.place):
-            check_place(self.place, option)
+            check_location(self.place, option)
             download: Callable[[str], list[Path]] = import_object(PARTS["data"])
             try:
                 return download(self.place)

@@ -109,10 +109,10 @@ def _directories(run: Path, backup_to: str | None) -> tuple[RunDirectory, Path |
     """Return the run's directory and its backup's."""
     directory = RunDirectory(run)
     manifest = directory.read_complete_manifest()
-    place = backup_to or manifest["config"].get("backup_to")
-    if place is None or is_address(place):  # `resume` verifies what is in an object store
+    location = backup_to or manifest["config"].get("backup_to")
+    if location is None or is_address(location):  # `resume` verifies what is in an object store
         return directory, None
-    backup = backup_path(place, manifest["id"])
+    backup = backup_path(location, manifest["id"])
     if backup_to is not None and not backup.is_dir():
         raise RunDirectoryError(f"{backup_to} holds no backup of {run}: there is no {backup}.")
     return directory, backup

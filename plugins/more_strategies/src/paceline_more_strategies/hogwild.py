@@ -86,8 +86,8 @@ class SharedModel:
             if world.rank == 0:
                 shared[-1].copy_(parameter.detach())
         world.barrier()
-        for parameter, place in zip(trainable, shared, strict=True):
-            parameter.data = place
+        for parameter, tensor in zip(trainable, shared, strict=True):
+            parameter.data = tensor
         self._lock = os.open(lock_at, os.O_RDONLY)
 
     def begin(self, world: World) -> None:

@@ -36,11 +36,11 @@ class TensorBundle:
 
     def __init__(self, like: Sequence[torch.Tensor], device: torch.device) -> None:
         sizes: dict[torch.dtype, int] = {}
-        places = []
+        headers = []
         for tensor in like:
             start = sizes.get(tensor.dtype, 0)
             sizes[tensor.dtype] = start + tensor.numel()
-            places.append((tensor.dtype, start, tensor.shape))
+            headers.append((tensor.dtype, start, tensor.shape))
         self._crosses = device.type == "cpu" and any(tensor.is_cuda for tensor in like)
         self._flats = {
             dtype: torch.zeros(size, dtype=dtype, device=device, pin_memory=self._crosses)
@@ -51,7 +51,7 @@ class TensorBundle:
             self._flats[dtype][start : start + shape.numel()].view(shape)
             if shape.numel()
             else torch.empty(shape, dtype=dtype, device=device)
-            for dtype, start, shape in places
+            for dtype, start, shape in headers
         ]
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> None:

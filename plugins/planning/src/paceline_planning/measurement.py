@@ -368,10 +368,10 @@ def _run(
         del loss, total
     # What forward never called comes last, with nothing to do.
     order = [*watched.order, *(i for i in range(len(candidates)) if i not in watched.output_bytes)]
-    place = {index: number for number, index in enumerate(order)}
+    number_of = {index: number for number, index in enumerate(order)}
     # What is made before the first piece is called is the first one's.
     first = order[0]
-    events = tuple((place.get(owner, 0) if owner >= 0 else place[first], delta) for owner, delta in live.events)
+    events = tuple((number_of.get(owner, 0) if owner >= 0 else number_of[first], delta) for owner, delta in live.events)
     trace = MemoryTrace(
         events=events,
         forward_events=forward_events,

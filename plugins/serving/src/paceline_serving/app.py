@@ -144,7 +144,7 @@ log = logging.getLogger("paceline_serving")
 DeploymentFactory = Callable[[ServedModel, ServingOptions, DeploymentEvents], Deployment]
 
 
-def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", task: str = "") -> ServedModel:
+def open_model(location: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", task: str = "") -> ServedModel:
     """Verify a package and choose which of its programs to run.
 
     Args:
@@ -155,7 +155,7 @@ def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", 
         PackageError: the package does not verify, or its pt2 program is not trusted.
         ConfigError: it does not have the program, or cannot be served.
     """
-    package = open_package(place)
+    package = open_package(location)
     manifest = package.manifest
     kind: Literal["pt2", "onnx", "task"]
     if task:
@@ -167,7 +167,7 @@ def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", 
     if kind != "task" and kind not in manifest.programs:
         available = ", ".join(manifest.programs) or "none"
         raise ConfigError(
-            f"{place} has no {kind} program; it has: {available}. "
+            f"{location} has no {kind} program; it has: {available}. "
             "Use --task TASK to run its weights with the task's code."
         )
     if kind == "pt2":
@@ -181,7 +181,7 @@ def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", 
         if spec.example:
             to_inputs(columns_of([to_record(spec, spec.example)]), spec)
     except (CellError, TypeError, ValueError) as error:
-        raise PackageError(f"{place}: the example in its {INPUTS} is invalid: {error}.") from error
+        raise PackageError(f"{location}: the example in its {INPUTS} is invalid: {error}.") from error
     path = str(package.path.absolute())
     return ServedModel(ModelLocation(package=path, digest=package.digest, kind=kind, task=task), spec)
 
@@ -243,7 +243,7 @@ class Models:
             await self.close()
             raise
 
-    async def swap(self, name: str, place: str, *, allow_signature_change: bool = False) -> ModelSpec:
+    async def swap(self, name: str, location: str, *, allow_signature_change: bool = False) -> ModelSpec:
         """Serve ``name`` from another package from now on.
 
         The old deployment answers requests that it has accepted, and then ends. If the new one cannot be
@@ -255,11 +255,11 @@ class Models:
         async with self._swapping:
             previous = self._opened[name]
             program: Literal["auto", "onnx"] = "onnx" if previous.source.kind == "onnx" else "auto"
-            model = await asyncio.to_thread(open_model, place, program=program, task=previous.source.task)
+            model = await asyncio.to_thread(open_model, location, program=program, task=previous.source.task)
             model = replace(model, spec=replace(model.spec, name=name))
             if not allow_signature_change and (changes := _signature_changes(previous.spec, model.spec)):
                 raise ConfigError(
-                    f"{place} has another signature, which clients of {name} do not expect: {'; '.join(changes)}. "
+                    f"{location} has another signature, which clients of {name} do not expect: {'; '.join(changes)}. "
                     "Serve it under another name, or replace the model with --allow-signature-change."
                 )
             deployment = await self._deploy(model)

@@ -136,8 +136,8 @@ def _read_as_table(path: Path, spec: ModelSpec) -> Rows | None:
     try:
         arrays, used = to_inputs(table.columns, spec, is_text=suffix == ".csv")
     except CellError as error:
-        place = "" if error.row is None else f", {table.locate(error.row)}"
-        raise DataError(f"{source}{place}, column {error.column}: {error.problem}.") from None
+        where = "" if error.row is None else f", {table.locate(error.row)}"
+        raise DataError(f"{source}{where}, column {error.column}: {error.problem}.") from None
     if rows_of(arrays) == 0:
         raise DataError(f"{source} has no rows.")
     others = {name: cells for name, cells in table.columns.items() if name not in used}

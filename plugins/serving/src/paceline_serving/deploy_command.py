@@ -43,10 +43,10 @@ def deploy(
     from paceline_serving.client import Client
 
     token_file = token_file or _own_token_file(url)
-    place = str(Path(package).absolute()) if Path(package).is_dir() else package
+    location = str(Path(package).absolute()) if Path(package).is_dir() else package
     # The server answers when the package's replicas have loaded it.
     with Client(url, token_file=token_file, timeout_s=_LOADING_TIMEOUT_S) as client:
-        answer = client.swap(place, model, allow_signature_change=allow_signature_change)
+        answer = client.swap(location, model, allow_signature_change=allow_signature_change)
     print(json_module.dumps(answer) if json else f"{answer['name']} is now version {answer['version']}.")
     return 0
 

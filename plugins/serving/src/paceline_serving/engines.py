@@ -61,24 +61,24 @@ def engine_command(name: EngineName, model: str, port: int, arguments: Sequence[
     return [*_COMMANDS[name](model, port), *arguments]
 
 
-def open_language_model(place: Path) -> Path:
+def open_language_model(location: Path) -> Path:
     """Return the directory of transformers for a run, which is exported, or for a directory that is one.
 
     Raises:
         UserError: it is neither, or the run cannot be exported.
         ExportError: what was exported does not compute the same as the trained model.
     """
-    if (place / "config.json").is_file():
-        return place
-    if not (place / "run.toml").is_file():
-        raise ConfigError(f"{place} is neither a run nor a directory of transformers: it has no config.json.")
+    if (location / "config.json").is_file():
+        return location
+    if not (location / "run.toml").is_file():
+        raise ConfigError(f"{location} is neither a run nor a directory of transformers: it has no config.json.")
     from paceline.export.export import ExportedDirectory, ExportRequest
 
     export_hf: Callable[[ExportRequest], ExportedDirectory] = import_object(DIRECTORY_FORMATS["hf"])
 
-    log.info("exporting %s", place)
+    log.info("exporting %s", location)
     with redirect_stdout(sys.stderr):  # which libraries print to when they are imported
-        return Path(export_hf(ExportRequest(run=place)).directory)
+        return Path(export_hf(ExportRequest(run=location)).directory)
 
 
 class EngineProcess:

@@ -201,19 +201,19 @@ class Gateway:
         headers = self._check(request)
         self._access.check_admin(request.client.host if request.client else "", headers)
         try:
-            place = json.loads(await request.body())["parameters"]["package"]
+            location = json.loads(await request.body())["parameters"]["package"]
         except (ValueError, KeyError, TypeError):
             raise RequestFailure(400, 'the body must be {"parameters": {"package": "DIRECTORY"}}.') from None
         async with self._swapping:
             try:
-                engine = await self._start(Path(place))
+                engine = await self._start(Path(location))
             except PacelineError as error:
                 raise RequestFailure(409, f"the model was not replaced: {error}") from error
             previous, self._engine = self._engine, engine
             self._metrics.swaps.inc()
             if previous is not None:
                 self._spawn(self._retire(previous))
-        return JSONResponse({"name": self._name, "version": str(place)})
+        return JSONResponse({"name": self._name, "version": str(location)})
 
     async def _preflight(self, request: Request) -> Response:
         """Answer a browser's question before a request."""

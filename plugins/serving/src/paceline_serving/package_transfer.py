@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from paceline.core.errors import PackageError
-from paceline.core.files import check_place, is_address, open_regular
+from paceline.core.files import check_location, is_address, open_regular
 from paceline.runs.checkpoint_manifest import MANIFEST, MAX_MANIFEST_BYTES, write_file
 from paceline.runs.package import verify_package
 from paceline.runs.package_manifest import PackageManifest
@@ -76,18 +76,18 @@ class DirectoryPlace(Registry):
             self.commit(draft, manifest)
 
 
-def open_place(place: str | Path) -> PackagePlace:
+def open_place(location: str | Path) -> PackagePlace:
     """Return the registry in a directory, or at an address of an object store.
 
     Raises:
         ConfigError: the address is malformed.
     """
-    if not is_address(place):
-        return DirectoryPlace(Path(place))
+    if not is_address(location):
+        return DirectoryPlace(Path(location))
     from paceline_stores.package_store import PackageStore
 
-    check_place(str(place), "the registry")
-    return PackageStore(str(place))
+    check_location(str(location), "the registry")
+    return PackageStore(str(location))
 
 
 class CopiedPackage(NamedTuple):

@@ -179,8 +179,8 @@ def parse_rows(spec: ModelSpec, body: bytes | bytearray) -> tuple[dict[str, Arra
     try:
         inputs, used = to_inputs(columns, spec)
     except CellError as error:
-        place = "rows" if error.row is None else f"rows[{error.row}]"
-        raise InvalidRequest(f"{place}: {error.column} {error.problem}.") from None
+        where = "rows" if error.row is None else f"rows[{error.row}]"
+        raise InvalidRequest(f"{where}: {error.column} {error.problem}.") from None
     others = {name: cells for name, cells in columns.items() if name not in used}
     try:
         orjson.dumps([[others]])  # the answer repeats them as deep as this; orjson reads more levels than it writes

@@ -30,14 +30,14 @@ class Table:
     """A file's columns.
 
     Attributes:
-        places: where each row is, such as "line 2"; None: its number.
+        line_numbers: the line of each row; None: rows are counted.
     """
 
     columns: Mapping[str, Sequence[Any]]
-    places: Sequence[int] | None = None
+    line_numbers: Sequence[int] | None = None
 
     def locate(self, row: int) -> str:
-        return f"row {row + 1}" if self.places is None else f"line {self.places[row]}"
+        return f"row {row + 1}" if self.line_numbers is None else f"line {self.line_numbers[row]}"
 
 
 def kind_of(head: bytes) -> str:
@@ -105,14 +105,14 @@ def _read_csv(source: str, text: io.TextIOWrapper) -> Table:
         raise DataError(f"{source}, line 1: its cells are separated by {other!r}. Separate them by commas.")
     if len(set(heading)) != len(heading):
         raise DataError(f"{source}, line 1: a column's name occurs twice. Give each column a name of its own.")
-    lines, places = [], []
+    lines, line_numbers = [], []
     for number, line in csv_rows(reader, len(heading)):
         if len(line) != len(heading):
             raise DataError(f"{source}, line {number} has {len(line)} cells, but the heading has {len(heading)}.")
         lines.append(line)
-        places.append(number)
+        line_numbers.append(number)
     cells: Sequence[Sequence[str]] = list(zip(*lines, strict=True)) or [()] * len(heading)
-    return Table(dict(zip(heading, cells, strict=True)), places)
+    return Table(dict(zip(heading, cells, strict=True)), line_numbers)
 
 
 def csv_rows(reader: Any, columns: int) -> Iterator[tuple[int, list[str]]]:
@@ -132,7 +132,7 @@ def csv_rows(reader: Any, columns: int) -> Iterator[tuple[int, list[str]]]:
 
 
 def _read_jsonl(source: str, text: io.TextIOWrapper) -> Table:
-    records, places = [], []
+    records, line_numbers = [], []
     for number, line in enumerate(text, 1):
         if not line.strip():
             continue
@@ -143,8 +143,8 @@ def _read_jsonl(source: str, text: io.TextIOWrapper) -> Table:
         if not isinstance(record, dict):
             raise DataError(f'{source}, line {number} must be a JSON object, such as {{"age": 3}}.')
         records.append(record)
-        places.append(number)
-    return Table(columns_of(records), places)
+        line_numbers.append(number)
+    return Table(columns_of(records), line_numbers)
 
 
 def _read_json(source: str, text: io.TextIOWrapper) -> Table:

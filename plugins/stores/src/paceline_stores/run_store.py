@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import CheckpointError, ConfigError, RunDirectoryError
-from paceline.core.files import check_place, rename
+from paceline.core.files import check_location, rename
 from paceline.runs.checkpoint_manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -70,25 +70,27 @@ class RunIndex:
         return json.dumps(document, sort_keys=True, indent=1).encode()
 
     @classmethod
-    def parse(cls, content: bytes, place: str) -> RunIndex:
+    def parse(cls, content: bytes, location: str) -> RunIndex:
         """Parse it.
 
         Raises:
             CheckpointError: it is damaged, of another format, or names other files than those of a run.
         """
-        document = parse_json(content, place)
+        document = parse_json(content, location)
         try:
             if document.get("format") != FORMAT:
-                raise CheckpointError(f"{place} has format {document.get('format')!r:.80}: a newer Paceline wrote it.")
+                raise CheckpointError(
+                    f"{location} has format {document.get('format')!r:.80}: a newer Paceline wrote it."
+                )
             stated = document.pop("index_sha256")
             if stated != _document_digest(document):
-                raise CheckpointError(f"{place} does not match its own checksum.")
+                raise CheckpointError(f"{location} does not match its own checksum.")
             files = {name: FileRecord(**record) for name, record in document["files"].items()}
             if strange := [name for name in files if not _CARRIED.fullmatch(name)]:
-                raise CheckpointError(f"{place} names {strange[0]!r:.80}, which is not a file of a run.")
+                raise CheckpointError(f"{location} names {strange[0]!r:.80}, which is not a file of a run.")
             return cls(str(document["run"]), str(document["task"]), files)
         except (AttributeError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{place} is damaged: {error!r:.200}") from error
+            raise CheckpointError(f"{location} is damaged: {error!r:.200}") from error
 
 
 def _document_digest(document: Mapping[str, Any]) -> str:
@@ -121,14 +123,14 @@ class ObjectRunStore:
 
     def claim(self, run_id: str) -> None:
         try:
-            self._require_place_for(run_id)
+            self._require_no_other_run(run_id)
             if not self._claim.is_held:
                 self._claim.take()
                 self.objects.abort_uploads()
         except CheckpointError as error:
             raise ConfigError(f"--backup-to: {error}") from error
 
-    def _require_place_for(self, run_id: str) -> None:
+    def _require_no_other_run(self, run_id: str) -> None:
         sizes = self.objects.sizes()
         foreign = [name for name in sizes if name not in (INDEX, WRITER) and not name.startswith((FILES, CHECKPOINTS))]
         if foreign:
@@ -365,13 +367,13 @@ class ObjectRunStore:
         return commit(directory, manifest.info, contents, format=manifest.format), manifest.info
 
     def _read_manifest(self, name: str) -> Manifest:
-        place = f"{CHECKPOINTS}{name}/{MANIFEST}"
-        content = self.objects.read(place, MAX_MANIFEST_BYTES)
+        location = f"{CHECKPOINTS}{name}/{MANIFEST}"
+        content = self.objects.read(location, MAX_MANIFEST_BYTES)
         if content is None:
-            raise StoreError(f"{self.objects.address}/{place} is gone.") from FileNotFoundError()
+            raise StoreError(f"{self.objects.address}/{location} is gone.") from FileNotFoundError()
         manifest = Manifest.from_bytes(content)
         if checkpoint_name(manifest.info) != name:
-            raise CheckpointError(f"{self.objects.address}/{place} is that of {checkpoint_name(manifest.info)}.")
+            raise CheckpointError(f"{self.objects.address}/{location} is that of {checkpoint_name(manifest.info)}.")
         return manifest
 
     def _pieces(self, name: str, record: FileRecord) -> Iterator[bytes]:
@@ -405,7 +407,7 @@ def restore_run(address: str, run_dir: str | None) -> str:
         ConfigError: the store cannot be read, holds no run, or the directory is of another run or out of date.
         CheckpointError: no checkpoint verifies.
     """
-    check_place(address, "resume")
+    check_location(address, "resume")
     directory = RunDirectory(Path(run_dir or Path("runs") / address.rstrip("/").rpartition("/")[2]))
     store = ObjectRunStore(address, directory)
     if not directory.path.exists():

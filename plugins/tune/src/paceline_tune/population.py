@@ -89,8 +89,8 @@ def _explore(dimension: Dimension, value: Value, random_number: random.Random) -
         return dimension.draw(random_number)
     direction = random_number.choice((-1, 1))
     if dimension.kind == "choice":
-        place = dimension.values.index(value) + direction
-        return dimension.values[min(max(place, 0), len(dimension.values) - 1)]
+        index = dimension.values.index(value) + direction
+        return dimension.values[min(max(index, 0), len(dimension.values) - 1)]
     assert isinstance(value, int | float)
     scaled = value * (1 + _STEP * direction)
     if dimension.kind in ("int", "log-int"):

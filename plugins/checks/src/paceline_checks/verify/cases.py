@@ -112,7 +112,9 @@ _CORE_CASES = (
 
 def all_cases() -> tuple[StrategyCase, ...]:
     """Return the cases of the core and of the plug-ins that are installed, in the order of the report."""
-    installed = [place for place in VERIFIED if importlib.util.find_spec(place.partition(".")[0]) is not None]
+    installed = [
+        reference for reference in VERIFIED if importlib.util.find_spec(reference.partition(".")[0]) is not None
+    ]
     return (*_CORE_CASES, *itertools.chain.from_iterable(map(import_object, installed)))
 
 

@@ -54,7 +54,7 @@ def is_own(path: str) -> bool:
 @contextmanager
 def watch_calls(is_relevant: Callable[[Any, FrameType], bool]) -> Iterator[list[str]]:
     """Collect FILE:LINE of the user's code at each relevant call, given the built-in or the code that is called."""
-    places: list[str] = []
+    locations: list[str] = []
 
     def on_event(frame: FrameType, event: str, argument: Any) -> None:
         if event not in ("call", "c_call") or not is_relevant(argument if event == "c_call" else frame.f_code, frame):
@@ -63,12 +63,12 @@ def watch_calls(is_relevant: Callable[[Any, FrameType], bool]) -> Iterator[list[
         while caller is not None and not is_own(caller.f_code.co_filename):
             caller = caller.f_back
         if caller is not None:
-            places.append(f"{caller.f_code.co_filename}:{caller.f_lineno}")
+            locations.append(f"{caller.f_code.co_filename}:{caller.f_lineno}")
 
     previous = sys.getprofile()
     sys.setprofile(on_event)
     try:
-        yield places
+        yield locations
     finally:
         sys.setprofile(previous)
 
@@ -93,11 +93,11 @@ def _reads_rank(called: Any, frame: FrameType) -> bool:
     return called in (dist.get_rank.__code__, dist.get_world_size.__code__)
 
 
-def _locate(found: Impurity, method: Callable[..., Any], places: Sequence[str] = ()) -> LintWarning:
+def _locate(found: Impurity, method: Callable[..., Any], locations: Sequence[str] = ()) -> LintWarning:
     """Add the place of the last watched call; without one, that of the method's definition, if it is the user's."""
     code = inspect.unwrap(getattr(method, "__func__", method)).__code__
     defined = f"{code.co_filename}:{code.co_firstlineno}" if is_own(code.co_filename) else None
-    return LintWarning(lint=found.kind, message=found.message, place=places[-1] if places else defined)
+    return LintWarning(lint=found.kind, message=found.message, place=locations[-1] if locations else defined)
 
 
 # --- The context of the checks: the task, its model, and some of its samples ---
@@ -189,12 +189,12 @@ def check_loss_mean(context: LintContext) -> Iterator[LintWarning]:
     """Check that the loss is not a mean over items of which samples have different numbers."""
     model = context.model(training=False)
     for samples in context.groups[:1]:
-        with watch_calls(_is_reduction) as places:
+        with watch_calls(_is_reduction) as locations:
             whole = context.loss(model, samples)
         if digest_of(whole) != digest_of(context.loss(model, samples)):
             return  # another check reports unkeyed randomness
         for what in _uneven(context, lambda part: {"loss": context.loss(model, part)}).values():
-            yield _locate(impurity("mean-of-means", what=what), context.task.loss, places)
+            yield _locate(impurity("mean-of-means", what=what), context.task.loss, locations)
 
 
 @torch.no_grad()
@@ -290,13 +290,13 @@ def check_schedulers(context: LintContext) -> Iterator[LintWarning]:
     optimizers = build_task_optimizers(task, model).values()
     schedulers = [task.build_scheduler(optimizer, context.steps) for optimizer in optimizers]
     codes = [inspect.unwrap(type(s).step).__code__ for s in schedulers if s is not None]
-    with watch_calls(lambda called, _: called in codes) as places:
+    with watch_calls(lambda called, _: called in codes) as locations:
         callback.on_step_begin(0, 0)
         for samples in context.groups:
             context.loss(model, samples)
         callback.on_before_optimizer_step()
-    if places:
-        yield _locate(impurity("scheduler-steps"), task.build_scheduler, places)
+    if locations:
+        yield _locate(impurity("scheduler-steps"), task.build_scheduler, locations)
 
 
 # --- Whether the task is a function of its inputs ---
@@ -319,14 +319,14 @@ def check_microbatches(context: LintContext) -> Iterator[LintWarning]:
         loss.sum.backward()  # type: ignore[no-untyped-call]
         return observe(loss, module)
 
-    with watch_calls(_is_unkeyed_draw) as places:
+    with watch_calls(_is_unkeyed_draw) as locations:
         found = compute_twice("micro-batch 0 of step 1", task, module, optimizers, parameters, compute)
-    yield from (_locate(each, task.loss, places) for each in found)
+    yield from (_locate(each, task.loss, locations) for each in found)
 
-    with watch_calls(_is_seeding) as places:
+    with watch_calls(_is_seeding) as locations:
         states = [(compute(microbatch=number), generator_digests())[1] for number in range(2)]
     if names := [name for name, state in states[0].items() if state == states[1][name]]:
-        yield _locate(impurity("shared-randomness", names), task.loss, places)
+        yield _locate(impurity("shared-randomness", names), task.loss, locations)
 
     used = {name for group in range(len(context.groups)) for name in compute(group, group)[2]}
     groups = (group for optimizer in optimizers.values() for group in optimizer.param_groups)
@@ -365,16 +365,16 @@ def check_ranks(context: LintContext) -> Iterator[LintWarning]:
     with mock.patch.dict(os.environ, _VARIABLES):
         dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
         try:
-            with watch_calls(_reads_rank) as places:
+            with watch_calls(_reads_rank) as locations:
                 # Use a new context, since a context caches the objects that it builds.
                 second = _build_results(LintContext(context.task, context.config))
         finally:
             dist.destroy_process_group()
     wrong = [name for name, value in first.items() if value != second[name]]
-    if wrong and places:
+    if wrong and locations:
         # If more than the loss differs, the loss is a consequence.
         names = wrong if len(wrong) == 1 else [name for name in wrong if name != "the loss"]
-        yield _locate(impurity("reads-the-rank", names), context.task.loss, places)
+        yield _locate(impurity("reads-the-rank", names), context.task.loss, locations)
 
 
 def _build_results(context: LintContext) -> dict[str, bytes]:

@@ -136,7 +136,7 @@ class _Buffers:
     """The model's buffers: each micro-batch begins with the step's, and the step ends with their mean."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = [
+        self._entries = [
             (buffer_table(owner), name, buffer)
             for owner in model.modules()
             for name, buffer in buffer_table(owner).items()
@@ -145,7 +145,7 @@ class _Buffers:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._base = [buffer.clone() for _, _, buffer in self._places]
+        self._base = [buffer.clone() for _, _, buffer in self._entries]
         self._sums = [torch.zeros_like(buffer, dtype=_dtype_of_sums(buffer)) for buffer in self._base]
         self._changed = [False] * len(self._base)
         self._samples = self._microbatches = 0
@@ -153,7 +153,7 @@ class _Buffers:
     @torch.no_grad()
     def end_microbatch(self, samples: int) -> None:
         for index, ((table, name, buffer), base, total) in enumerate(
-            zip(self._places, self._base, self._sums, strict=True)
+            zip(self._entries, self._base, self._sums, strict=True)
         ):
             value = table[name]
             assert value is not None
@@ -166,7 +166,7 @@ class _Buffers:
     @torch.no_grad()
     def end_step(self) -> None:
         for (_, _, buffer), base, total, changed in zip(
-            self._places, self._base, self._sums, self._changed, strict=True
+            self._entries, self._base, self._sums, self._changed, strict=True
         ):
             if not changed:
                 continue

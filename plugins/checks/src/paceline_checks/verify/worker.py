@@ -225,7 +225,7 @@ class Instrumentation:
     reference: ReferenceReader | None = None
     forward_step: int | None = None
     forward: IO[str] | None = None
-    place: BatchInfo | None = None
+    batch_info: BatchInfo | None = None
     optimizers: list[Optimizer] = field(default_factory=list)
 
 
@@ -262,7 +262,7 @@ class _InstrumentedTask(Task):
         return Recorder(own, model, self._watch) if self._watch.notes_steps else own
 
     def on_batch_begin(self, info: BatchInfo) -> None:
-        self._watch.place = info
+        self._watch.batch_info = info
         super().on_batch_begin(info)
 
     def loss(self, model: nn.Module, batch: Any) -> LossResult:
@@ -334,7 +334,7 @@ class Recorder(Callback):
         return digests
 
     def _forward(self, name: str, output: Any) -> None:
-        info, watch = self._watch.place, self._watch
+        info, watch = self._watch.batch_info, self._watch
         if info is None or info.split != "train" or not info.samples or info.step + 1 != watch.forward_step:
             return
         for leaf in tree_leaves(output):
