@@ -49,6 +49,28 @@ def test_a_directory_is_trained_by_its_name_and_its_flags_are_fields(
     assert (fields["context"], fields["from_scratch"]) == (8, True)
 
 
+def test_a_budget_in_tokens_decides_the_steps(run_processes: Any, llama: Path, tmp_path: Path) -> None:
+    np.arange(256, dtype="<u2").tofile(tmp_path / "a.bin")
+    np.arange(64, dtype="<u2").tofile(tmp_path / "b.bin")
+    words = ("train", f"hf:{llama}", "--data", "bin:*.bin", "--context", "16", "--from-scratch", "--tokens", "0.64K")
+    rates = ("--lr-schedule", "cosine", "--warmup", "20%", "--global-batch-size", "4", "--set", "lr=0.01")
+    options = ("--threads", "1", "--num-workers", "0", "--run-dir")
+    done = run_processes.paceline(*words, *rates, *options, "run")
+    assert done.returncode == 0, done.stderr
+    run = RunDirectory(tmp_path / "run")
+    assert (run.read_result() or {})["steps"] == 10  # of 4 samples of 16 tokens
+    assert audit(run).clean
+    fields = tomllib.loads((tmp_path / "run" / "run.toml").read_text())["task"]["fields"]
+    assert (fields["tokens"], fields["warmup"], fields["lr_schedule"]) == (640, 0.2, "cosine")
+    said = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert "*.bin (2 files): 320 tokens, 20 samples of 16" in said
+    assert "an epoch has 40 samples, 640 tokens; by tokens: *.bin 100.0% (2 times)" in said
+    done = run_processes.paceline(*words, *rates, *options, "two", "--epochs", "2")
+    assert "--tokens is the length of the run: leave --epochs out" in done.stderr
+    with pytest.raises(paceline.TaskError, match=r"--tokens 20X: give a number of tokens, such as 500M or 20B"):
+        LanguageModel(model=str(llama), tokens="20X")
+
+
 def test_weights_are_trained_in_fp32_whatever_the_file_has(llama: Path) -> None:
     model = LanguageModel(model=str(llama)).build_model()
     expected = build_tiny("llama", model.config.vocab_size).bfloat16().float().state_dict()
@@ -145,7 +167,7 @@ def test_a_mixture_of_packs_with_adapters_and_a_validation_split_has_one_hash(
     assert results[0] == results[1]
     audited = audit(RunDirectory(tmp_path / "run3"))
     assert audited.clean, audited.verdict
-    assert "mixture, by tokens: chats.jsonl 7" in (tmp_path / "run3" / "logs" / "rank-0.log").read_text()
+    assert "tokens; by tokens: chats.jsonl 7" in (tmp_path / "run3" / "logs" / "rank-0.log").read_text()
 
 
 def test_a_new_model_has_as_many_positions_as_its_context(llama: Path, tmp_path: Path) -> None:

@@ -180,6 +180,10 @@ def test_the_learning_rate_rises_and_falls() -> None:
     scheduler = task.build_scheduler(optimizer, 10)
     rates = [1.0 * scheduler.lr_lambdas[0](step) for step in range(11)]
     assert rates == [0, 0.5, 1, *(left / 8 for left in range(7, -1, -1))]
+    for name, expected in (("cosine", [0, 1, 0.5, 0]), ("constant", [0, 1, 1, 1])):
+        task = TransformersTask(warmup=0.2, lr_schedule=name)  # type: ignore[arg-type]
+        factor = task.build_scheduler(optimizer, 10).lr_lambdas[0]
+        assert [factor(step) for step in (0, 2, 6, 10)] == pytest.approx(expected)
 
 
 def test_any_number_of_processes_ends_with_the_same_tied_weights(run_processes: Any, tmp_path: Path) -> None:

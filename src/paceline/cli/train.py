@@ -58,7 +58,7 @@ def train(
     ----------
     task
         file.py:Name, package.module:Name, a built-in task such as fashion-mnist, or hf:MODEL with --data FILE and
-        --pack, --context, --val-data, --from-scratch (docs/language-models.md).
+        --pack, --context, --val-data, --from-scratch, --tokens, --lr-schedule, --warmup (docs/language-models.md).
     run_dir
         The run's directory. Default: runs/TASK-TIME.
     config

@@ -250,7 +250,10 @@ TASK_PREFIXES: Mapping[str, TaskPrefix] = {
     "hf": TaskPrefix(
         "paceline_lm:LanguageModel",
         "model",
-        {"data": True, "val_data": True, "pack": True, "context": True, "from_scratch": False},
+        {
+            **dict.fromkeys(("data", "val_data", "pack", "context", "tokens", "warmup", "lr_schedule"), True),
+            "from_scratch": False,
+        },
     )
 }
 """Tasks that the command line names by a prefix: it replaces the name by the class and its fields."""

@@ -203,7 +203,7 @@ def _convert_to(value: Any, kind: Any, where: str) -> Any:
     if origin is float:
         if isinstance(value, bool):
             raise ValueError
-        return float(value)
+        return float(value[:-1]) / 100 if isinstance(value, str) and value.endswith("%") else float(value)
     if origin is str:
         return str(value)
     if origin in (list, tuple, set, frozenset):

@@ -33,6 +33,7 @@ class DataBuilder:
         vocabulary: tokens of the model.
         context: most tokens of a document, and tokens of a sample of ``bin:``.
         pack: tokens of a pack; None: documents are samples.
+        tokens: of an epoch; None: as many as the data has.
         tokenizer: returns the model's tokenizer, which documents need.
         digests: of what was built, by source.
         summary: a line for each source, and the first document.
@@ -42,6 +43,7 @@ class DataBuilder:
     vocabulary: int
     context: int
     pack: int | None
+    tokens: int | None
     tokenizer: Callable[[], PreTrainedTokenizerBase]
     digests: dict[str, str] = field(default_factory=dict)
     summary: list[str] = field(default_factory=list)
@@ -57,16 +59,18 @@ class DataBuilder:
             TaskError: the value is malformed, or a source cannot be read or does not fit the model.
         """
         sources = parse_sources(value, self.option)
-        if len(sources) == 1:
+        if len(sources) == 1 and self.tokens is None:
             return self._read(sources[0], key, is_first=True)
         parts = [self._read(each, derive_key(key, n), is_first=n == 0) for n, each in enumerate(sources)]
-        mixture = Mixture(parts, [source.weight or 0.0 for source in sources], key)
-        tokens = sum(share.count * share.mean_tokens for share in mixture.shares)
+        mixture = Mixture(parts, [source.weight or 1.0 for source in sources], key, self.tokens)
+        tokens = [share.count * share.mean_tokens for share in mixture.shares]
         described = (
-            f"{source.name} {share.count * share.mean_tokens / tokens:.1%} ({share.passes:.3g} times an epoch)"
-            for source, share in zip(sources, mixture.shares, strict=True)
+            f"{source.name} {its / sum(tokens):.1%} ({share.passes:.3g} times)"
+            for source, share, its in zip(sources, mixture.shares, tokens, strict=True)
         )
-        self.summary.append(f"mixture, by tokens: {', '.join(described)}; {len(mixture):,} samples an epoch")
+        self.summary.append(
+            f"an epoch has {len(mixture):,} samples, {sum(tokens):,.0f} tokens; by tokens: {', '.join(described)}"
+        )
         return mixture
 
     def _read(self, source: Source, key: int, *, is_first: bool) -> Documents | PackedDocuments | TokenFile:

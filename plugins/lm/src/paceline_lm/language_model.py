@@ -25,7 +25,7 @@ from paceline.core.task import Callback, Defaults, RankInfo, RunSchedule
 from paceline.torch_internals import FakeTensor
 from paceline_lm.data import Data, DataBuilder
 from paceline_lm.documents import Documents, pad_documents
-from paceline_lm.sources import parse_sources
+from paceline_lm.sources import parse_sources, parse_tokens
 from paceline_lm.transformers import Collator, TransformersTask
 
 _log = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ class LanguageModel(TransformersTask):
         pack: tokens of a sample, which holds as many documents as fit; None: a sample is a document.
         context: most tokens of a document, which is cut there, and the tokens of a sample of ``bin:FILE``. None: as
             many as a pack, or else the model, has positions.
+        tokens: to train on, such as ``20B``: the length of the run, in place of epochs.
         from_scratch: initialise the weights; the directory then needs none.
     """
 
@@ -55,6 +56,7 @@ class LanguageModel(TransformersTask):
     val_data: str = ""
     pack: int | None = None
     context: int | None = None
+    tokens: int | str | None = None
     from_scratch: bool = False
     _digests: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _summary: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -68,6 +70,7 @@ class LanguageModel(TransformersTask):
         # Recorded, and so found if the run continues from another directory.
         if Path(self.model).exists():
             self.model = str(Path(self.model).absolute())
+        self.tokens = None if self.tokens is None else parse_tokens(self.tokens)
         self.data = ",".join(map(str, parse_sources(self.data, "--data"))) if self.data else ""
         self.val_data = ",".join(map(str, parse_sources(self.val_data, "--val-data"))) if self.val_data else ""
 
@@ -131,6 +134,7 @@ class LanguageModel(TransformersTask):
             vocabulary=config.vocab_size,
             context=context,
             pack=self.pack,
+            tokens=parse_tokens(self.tokens) if self.tokens and split == "train" else None,
             tokenizer=self.build_tokenizer,
         )
         # Drawn from the run's seed, as all that is built here.
@@ -146,6 +150,8 @@ class LanguageModel(TransformersTask):
         return pad_documents if self.pack is None else super().build_collator()
 
     def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
+        if self.tokens and schedule.epochs not in (None, 1):
+            raise TaskError("--tokens is the length of the run: leave --epochs out, and --max-steps beyond it.")
         shown = "\n".join(self._summary[split] for split in ("train", "val") if split in self._summary)
         return _Report(super().build_callback(model, schedule), shown)
 

@@ -46,28 +46,30 @@ class Share:
 class Mixture(Dataset[Any]):
     """Samples of several sources, each in its share of the tokens, in random access and without state.
 
-    An epoch has as many tokens as the sources hold together. A source is read in passes: each contains every sample
-    once, in an order of its own, and the next epoch continues where this one ended. So after any number of epochs, no
-    sample of a source was seen two times more than another.
+    An epoch has as many tokens as the sources hold together, or as are given. A source is read in passes: each contains
+    every sample once, in an order of its own, and the next epoch continues where this one ended. So after any number of
+    epochs, no sample of a source was seen two times more than another.
 
     Args:
         sources: map-style datasets whose samples fit into one batch.
         weights: positive numbers, one for each source.
         key: of the order.
+        tokens: of an epoch.
 
     Raises:
         TaskError: a weight is not a positive number, or there is not one for each source.
     """
 
-    def __init__(self, sources: Sequence[Any], weights: Sequence[float], key: int) -> None:
+    def __init__(self, sources: Sequence[Any], weights: Sequence[float], key: int, tokens: float | None = None) -> None:
         if len(sources) != len(weights) or not all(math.isfinite(weight) and weight > 0 for weight in weights):
             raise TaskError(f"a mixture needs a weight above 0 for each of its {len(sources)} sources, not {weights}.")
-        total = sum(map(_tokens, sources)) / math.fsum(weights)
+        total = (tokens or sum(map(_tokens, sources))) / math.fsum(weights)
         self.shares = tuple(
             Share(source, weight, max(1, round(total * weight * len(source) / _tokens(source))))
             for source, weight in zip(sources, weights, strict=True)
         )
         self._key = key
+        self._tokens = tokens
         self._starts = np.cumsum([0, *(share.count for share in self.shares)])
         self._epoch = 0
         self._place = self._order_of_places(0)
@@ -105,8 +107,8 @@ class Mixture(Dataset[Any]):
         """Return mixtures of the sources' training parts, and of their validation parts."""
         parts = [_split(share.source, fraction, seed) for share in self.shares]
         weights = [share.weight for share in self.shares]
-        train, val = (Mixture(sources, weights, self._key) for sources in zip(*parts, strict=True))
-        return train, val
+        train, val = zip(*parts, strict=True)
+        return Mixture(train, weights, self._key, self._tokens), Mixture(val, weights, self._key)
 
     def _order_of_places(self, epoch: int) -> Permutation:
         """Scatter the sources over the epoch, for ``--shuffle none`` and windows."""

@@ -98,3 +98,16 @@ def _source(place: str, weight: float | None) -> Source:
 
 def _without_kind(place: str) -> str:
     return place.removeprefix(_TOKENS)
+
+
+def parse_tokens(value: int | str) -> int:
+    """Parse a number of tokens, such as ``20B``.
+
+    Raises:
+        TaskError: it is not a positive number with K, M, B or T, or without.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", str(value).strip().upper().replace("_", ""))
+    tokens = round(float(found[1]) * 1000 ** " KMBT".index(found[2] or " ")) if found else 0
+    if tokens < 1:
+        raise TaskError(f"--tokens {value}: give a number of tokens, such as 500M or 20B.")
+    return tokens

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -46,14 +46,16 @@ class TransformersTask(Task):
     of the ranks' means would.
 
     Attributes:
-        lr: the peak of AdamW's learning rate, which falls linearly to 0, as with ``transformers.Trainer``.
+        lr: the peak of AdamW's learning rate.
         weight_decay: of AdamW; biases and norms have none.
         warmup: the share of the steps in which the learning rate rises.
+        lr_schedule: how it falls to 0 afterwards, linearly as with ``transformers.Trainer``, or that it does not.
     """
 
     lr: float = 5e-5
     weight_decay: float = 0.0
     warmup: float = 0.0
+    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     _collator: Collator | None = field(default=None, init=False, repr=False, compare=False)
     _isolation_checked: bool = field(default=False, init=False, repr=False, compare=False)
     _isolation_error: TaskError | None = field(default=None, init=False, repr=False, compare=False)
@@ -104,7 +106,10 @@ class TransformersTask(Task):
         def factor(step: int) -> float:
             if step < rising:
                 return step / rising
-            return max(0.0, (total_steps - step) / max(1, total_steps - rising))
+            left = max(0.0, (total_steps - step) / max(1, total_steps - rising))
+            if self.lr_schedule == "cosine":
+                return (1 - math.cos(math.pi * left)) / 2
+            return left if self.lr_schedule == "linear" else 1.0
 
         return LambdaLR(optimizer, factor)
 
