@@ -175,7 +175,7 @@ def fit(
     refuse_call_at_import("fit()")
     open_closed_streams()
     config = config_from_mapping({**options, "task": task_spec(task)}, "fit()")
-    job = WorkerConfig(config=config, explicit_options=frozenset(options), quiet=quiet)
+    worker_config = WorkerConfig(config=config, explicit_options=frozenset(options), quiet=quiet)
     environment = detect_environment(
         rank=rank, world_size=world_size, init_url=init_url, rdzv_endpoint=config.processes.rdzv_endpoint
     )
@@ -189,14 +189,14 @@ def fit(
         and config.recovery.recover in ("auto", "none")
     ):
         try:
-            return Result.of(run(job, environment, task))
+            return Result.of(run(worker_config, environment, task))
         except StopRequested as stop:
             if environment.rank == 0 and not quiet:
                 print(f"paceline: {stop}", file=sys.stderr)
             raise
     fields = task_fields(task)
     require_rebuildable(type(task), fields)
-    code, directory = launch(dataclasses.replace(job, fields=fields))
+    code, directory = launch(dataclasses.replace(worker_config, fields=fields))
     if code in (75, 130):
         raise StopRequested(f"stopped, as asked; everything is saved in {directory.path}", exit_code=code)
     record = directory.read_result()

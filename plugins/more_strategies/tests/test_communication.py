@@ -315,7 +315,7 @@ def simulated(
     """The model of the same training by replicas in one process."""
     config = RunConfig(threads=1, run_dir=str(directory / "run"), **job["options"])
     request = RunRequest(
-        job=WorkerConfig(config=config, quiet=True),
+        worker_config=WorkerConfig(config=config, quiet=True),
         task=task_named(job["task"])(**job.get("fields", {})),
         default_threads=1,
     )

@@ -57,18 +57,18 @@ def join(
         wait_to_see(directory.agents, print_status)
     _, file = read_agents(directory)
     try:
-        job = WorkerConfig.from_toml(file)
+        worker_config = WorkerConfig.from_toml(file)
     except OSError as error:
         raise ConfigError(f"{file}, the run's job file, cannot be read: {error.strerror}.") from error
     overrides = {name: all_options()[name].default for name in (*_PER_NODE, "on")}
     overrides |= {
         "run_dir": str(run),
-        "nproc": job.config.values["nproc"] if nproc is None else nproc,
+        "nproc": worker_config.config.values["nproc"] if nproc is None else nproc,
         "interface": interface,
     }
     overrides["token_file"] = None if token_file is None else str(token_file)
-    config = job.config.replace(**overrides)
-    code, directory = launch(dataclasses.replace(job, config=config, quiet=quiet), joins=True)
+    config = worker_config.config.replace(**overrides)
+    code, directory = launch(dataclasses.replace(worker_config, config=config, quiet=quiet), joins=True)
     if code == 0 and json:
         print(json_module.dumps(directory.read_result()), flush=True)
     return code

@@ -78,12 +78,12 @@ def train(
     given = typed if config is None else _with_file(typed, config)
     defaults = read_defaults(given.get("task"))
     values = defaults.run_options(given)
-    job = WorkerConfig(
+    worker_config = WorkerConfig(
         config=config_from_mapping(values, "the command line"), explicit_options=frozenset(given), quiet=quiet
     )
     if dry_run and not json:
         defaults.print_used("run", {name: value for name, value in values.items() if name not in given})
-    return _start(job, typed, defaults, job_flags, launcher_flags, dry_run=dry_run, json=json)
+    return _start(worker_config, typed, defaults, job_flags, launcher_flags, dry_run=dry_run, json=json)
 
 
 def resume(
@@ -129,14 +129,14 @@ def resume(
     recorded = config_from_mapping(manifest["config"], f"{run}/run.toml")
     typed = {**explicit_options(options), "run_dir": run, "resume": "must"}
     values = resumed_options(typed, typed, recorded)
-    job = WorkerConfig(
+    worker_config = WorkerConfig(
         config=config_from_mapping(values, "the command line"), explicit_options=frozenset(typed), quiet=quiet
     )
-    return _start(job, typed, read_defaults(), job_flags, launcher_flags, dry_run=dry_run, json=json)
+    return _start(worker_config, typed, read_defaults(), job_flags, launcher_flags, dry_run=dry_run, json=json)
 
 
 def _start(
-    job: WorkerConfig,
+    worker_config: WorkerConfig,
     typed: Collection[str],
     defaults: FileDefaults,
     job_flags: Any,
@@ -152,28 +152,28 @@ def _start(
     """
     from paceline.launch.local_run import LocalLauncher, own_environment, refuse_job_options, task_launcher
 
-    launcher = task_launcher(job.config)
+    launcher = task_launcher(worker_config.config)
     if isinstance(launcher, LocalLauncher):
         defaults = FileDefaults({})  # those of jobs on a cluster do not hold here
     options, own = defaults.job_options(job_flags), defaults.launcher_options(launcher.name, launcher_flags)
     if dry_run and not json:
         defaults.print_used("job", vars(options))
         defaults.print_used(launcher.name, own)
-    rank = own_environment(job.config, typed) if isinstance(launcher, LocalLauncher) else Environment()
+    rank = own_environment(worker_config.config, typed) if isinstance(launcher, LocalLauncher) else Environment()
     if rank.source != "single" and options.preflight:
         raise ConfigError("--preflight runs once per node: give it to the command that starts the ranks.")
     if rank.source == "single" or dry_run:
-        return launcher.start_task(job, options, own, dry_run=dry_run, json=json)
-    refuse_job_options(job.config.processes.on, options, own)
-    return _train_as_rank(job, rank, json=json)
+        return launcher.start_task(worker_config, options, own, dry_run=dry_run, json=json)
+    refuse_job_options(worker_config.config.processes.on, options, own)
+    return _train_as_rank(worker_config, rank, json=json)
 
 
-def _train_as_rank(job: WorkerConfig, rank: Environment, *, json: bool) -> int:
+def _train_as_rank(worker_config: WorkerConfig, rank: Environment, *, json: bool) -> int:
     from paceline.launch.local_run import require_recovery
     from paceline.training.worker import run_reported
 
-    require_recovery(job.config, rank)
-    code, result = run_reported(job, rank)
+    require_recovery(worker_config.config, rank)
+    code, result = run_reported(worker_config, rank)
     if json and result is not None and rank.rank == 0:
         print(json_module.dumps(result), flush=True)
     return code

@@ -1,7 +1,7 @@
 """Forks workers, and the host of their stores: ``python -m paceline.elastic.forkserver FD``.
 
 A worker that died is replaced in milliseconds, by a fork of this process; see
-:mod:`paceline.core.fork_server`. A request for a worker is ``{"fork": number, "local_index": i, "job": path}``,
+:mod:`paceline.core.fork_server`. A request for a worker is ``{"fork": number, "local_index": i, "job_file": path}``,
 with the worker's end of its channel and, above index 0, its log; one for the store host has the number ``STORE_HOST``
 and the host's end of its socket pair.
 
@@ -42,12 +42,12 @@ def prepare_child(request: Mapping[str, Any], descriptors: Sequence[int]) -> Chi
     terminal = (os.dup(1), os.dup(2))
     if log:
         redirect_output(log[0])
-    return lambda: _run_worker(request["job"], channel, request["local_index"], terminal)
+    return lambda: _run_worker(request["job_file"], channel, request["local_index"], terminal)
 
 
-def _run_worker(job: str, channel: int, local_index: int, terminal: tuple[int, int]) -> int:
-    sys.argv = [_WORKER, job]
-    code: int = importlib.import_module(_WORKER).main_under_agent(Path(job), channel, local_index, terminal)
+def _run_worker(job_file: str, channel: int, local_index: int, terminal: tuple[int, int]) -> int:
+    sys.argv = [_WORKER, job_file]
+    code: int = importlib.import_module(_WORKER).main_under_agent(Path(job_file), channel, local_index, terminal)
     return code
 
 

@@ -604,7 +604,7 @@ class NodeWorkers:
 
     def _fork(self, worker: WorkerProcess) -> None:
         self._running_forkserver().fork(
-            worker.number, worker.descriptors, local_index=worker.local_index, job=str(self._job_file)
+            worker.number, worker.descriptors, local_index=worker.local_index, job_file=str(self._job_file)
         )
 
     def _on_report(self, fork_server: ForkServer) -> None:

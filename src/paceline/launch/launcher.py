@@ -202,12 +202,12 @@ class Launcher(ABC):
 
     @abstractmethod
     def start_task(
-        self, job: WorkerConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool
+        self, worker_config: WorkerConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool
     ) -> int:
         """Train a task here, or submit its training as a job; return the exit code of the command.
 
         Args:
-            job: the run's options.
+            worker_config: the run's options.
             own: the launcher's own options that the user gave, by name.
             dry_run: only print what would start.
             json: print the result of a training here, or the record of a job, as JSON.

@@ -55,19 +55,19 @@ class LocalLauncher(Launcher):
     preallocated = True
 
     def start_task(
-        self, job: WorkerConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool
+        self, worker_config: WorkerConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool
     ) -> int:
         """Train the task with processes of this node; with ``json`` print its result."""
-        refuse_job_options(job.config.processes.on, options, own)
-        run = prepare_local_run(self, job, reserve=not dry_run)
-        checks = run.preflight(job.config.processes.nproc) if options.preflight else None
+        refuse_job_options(worker_config.config.processes.on, options, own)
+        run = prepare_local_run(self, worker_config, reserve=not dry_run)
+        checks = run.preflight(worker_config.config.processes.nproc) if options.preflight else None
         if dry_run:
             print(run.description(checks, json=json), end="")
             return 0
         if checks is not None:
             code, interface = find_preflight().run_before(checks)
             if code:
-                if job.config.records.run_dir is None:
+                if worker_config.config.records.run_dir is None:
                     with suppress(OSError):  # a rank that was killed leaves its mark there
                         run.directory.path.rmdir()
                 return code
@@ -203,21 +203,23 @@ class LocalRun:
 
     Attributes:
         rendered: the description of their job, and its commands.
-        job: the workers' configuration.
+        worker_config: the workers' configuration.
     """
 
     launcher: Launcher
     rendered: RenderedJob
-    job: WorkerConfig
+    worker_config: WorkerConfig
     directory: RunDirectory
 
     def on_interface(self, interface: str | None) -> LocalRun:
         """Return this run on a network interface, unless its options name one."""
-        if interface is None or self.job.config.processes.interface is not None:
+        if interface is None or self.worker_config.config.processes.interface is not None:
             return self
-        job = dataclasses.replace(self.job, config=self.job.config.replace(interface=interface))
+        worker_config = dataclasses.replace(
+            self.worker_config, config=self.worker_config.config.replace(interface=interface)
+        )
         rendered = self.launcher.render(dataclasses.replace(self.rendered.spec, interface=interface))
-        return dataclasses.replace(self, rendered=rendered, job=job)
+        return dataclasses.replace(self, rendered=rendered, worker_config=worker_config)
 
     def preflight(self, nproc: tuple[int, ...] | None) -> LaunchSpec | None:
         """Return the ranks that check this node, and all nodes that the same command runs on, before the run.
@@ -225,7 +227,7 @@ class LocalRun:
         Args:
             nproc: the processes of each node, as ``--nproc`` has them.
         """
-        config, spec = self.job.config, self.rendered.spec
+        config, spec = self.worker_config.config, self.rendered.spec
         checks, _ = find_preflight().prepare(
             dataclasses.replace(spec, nproc=nproc or spec.nproc),
             is_local=True,
@@ -239,7 +241,7 @@ class LocalRun:
 
     def description(self, checks: LaunchSpec | None, *, json: bool) -> str:
         """Return what would start, as ``--dry-run`` prints it: the checks, the job file, the processes."""
-        job_file, text = self.rendered.spec.job_file, self.job.to_toml()
+        job_file, text = self.rendered.spec.job_file, self.worker_config.to_toml()
         before = () if checks is None else get_launcher("spawn").render(checks).commands
         if json:
             commands = [command.to_json() for command in (*before, *self.rendered.commands)]
@@ -264,28 +266,28 @@ class LocalRun:
             except NodeRemovedError as removed:
                 print(f"paceline: {removed} It joins again once it reaches them.", file=sys.stderr, flush=True)
             # This time it discovers the others through the run directory.
-            config = run.job.config.replace(node_rank=None, rdzv_endpoint=None)
-            run = prepare_local_run(run.launcher, dataclasses.replace(run.job, config=config), joins=True)
+            config = run.worker_config.config.replace(node_rank=None, rdzv_endpoint=None)
+            run = prepare_local_run(run.launcher, dataclasses.replace(run.worker_config, config=config), joins=True)
 
     def _launch_once(self) -> int:
-        job, spec, directory = self.job, self.rendered.spec, self.directory
+        worker_config, spec, directory = self.worker_config, self.rendered.spec, self.directory
         # Another node of the job may use the shared directory already. Without recovery none does yet where this one
         # has no number: torchrun starts no rank before it has all nodes.
         may_be_later = spec.recovery.recover != "none" and _lacks_node_rank(spec.place.node_rank, spec.nodes)
         if not (spec.place.node_rank or spec.place.joins or may_be_later):
             directory.require_unused()
-            directory.check_resume(job.config.records.resume)
+            directory.check_resume(worker_config.config.records.resume)
         if spec.local_world_size > 1:
             require_loopback()
         directory.create()
         assert spec.job_file is not None
         try:
-            write_atomically(spec.job_file, job.to_toml().encode())
+            write_atomically(spec.job_file, worker_config.to_toml().encode())
         except OSError as error:
             raise directory.unwritable(error) from error
         with ExitStack() as stack:
-            for reference in job.config.changes.companions:
-                stack.enter_context(import_object(reference)(job.config, directory))
+            for reference in worker_config.config.changes.companions:
+                stack.enter_context(import_object(reference)(worker_config.config, directory))
             code = self.launcher.submit(self.rendered).wait()
         if code == 0 and spec.nodes[1] == 1 and not directory.has_result():
             print(
@@ -294,7 +296,7 @@ class LocalRun:
                 file=sys.stderr,
             )
             return 1
-        if code in STOPPED and job.supervised and not job.quiet:
+        if code in STOPPED and worker_config.supervised and not worker_config.quiet:
             last = directory.read_events()[-1:]
             # A job that is interrupted before its ranks have connected has saved nothing.
             if last and last[0]["event"] == "stopped":
@@ -302,7 +304,9 @@ class LocalRun:
         return code
 
 
-def prepare_local_run(launcher: Launcher, job: WorkerConfig, *, joins: bool = False, reserve: bool = False) -> LocalRun:
+def prepare_local_run(
+    launcher: Launcher, worker_config: WorkerConfig, *, joins: bool = False, reserve: bool = False
+) -> LocalRun:
     """Resolve and render a run; it starts nothing.
 
     Args:
@@ -314,7 +318,7 @@ def prepare_local_run(launcher: Launcher, job: WorkerConfig, *, joins: bool = Fa
         TaskError: there is no such task; a wrong name fails before any process starts.
         RunDirectoryError: the directory cannot be created.
     """
-    config = job.config
+    config = worker_config.config
     check_task(config)
     first_nodes, most_nodes = config.processes.nodes
     counts = config.processes.nproc or (available_processes(config),)
@@ -323,7 +327,7 @@ def prepare_local_run(launcher: Launcher, job: WorkerConfig, *, joins: bool = Fa
     if several_nodes and config.processes.rdzv_endpoint is None and not joins:
         raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of node 0.")
     directory = RunDirectory(Path(config.records.run_dir or default_run_path(config.processes.task)))
-    kept = _with_recorded_options(job, directory)
+    kept = _with_recorded_options(worker_config, directory)
     recover = _recovery(kept, launcher.name)
     if recover == "none" and most_nodes > first_nodes:
         raise ConfigError(
@@ -336,7 +340,7 @@ def prepare_local_run(launcher: Launcher, job: WorkerConfig, *, joins: bool = Fa
             "without one use --recover none."
         )
     if (
-        "coordinator" in job.explicit_options
+        "coordinator" in worker_config.explicit_options
         and config.recovery.coordinator
         and (recover == "none" or not several_nodes)
     ):
@@ -351,7 +355,7 @@ def prepare_local_run(launcher: Launcher, job: WorkerConfig, *, joins: bool = Fa
             f"job-{config.processes.node_rank}.toml" if config.processes.node_rank else "job.toml"
         )
     resolved = dataclasses.replace(
-        job,
+        worker_config,
         config=config.replace(run_dir=str(directory.path), nproc=nproc, device=kept.processes.device),
         supervised=launcher.name != "inprocess",
         device=_device(kept),
@@ -378,25 +382,25 @@ def prepare_local_run(launcher: Launcher, job: WorkerConfig, *, joins: bool = Fa
             max_restarts=config.recovery.max_restarts,
             heartbeat_s=config.recovery.heartbeat,
             spares=config.recovery.hot_spares,
-            task_digest=_task_digest(job),
+            task_digest=_task_digest(worker_config),
             token_file=None if config.processes.token_file is None else Path(config.processes.token_file),
             init_timeout_s=config.processes.init_timeout,
             coordinator=config.recovery.coordinator,
         ),
     )
-    run = LocalRun(launcher=launcher, rendered=launcher.render(spec), job=resolved, directory=directory)
+    run = LocalRun(launcher=launcher, rendered=launcher.render(spec), worker_config=resolved, directory=directory)
     if reserve and config.records.run_dir is None and not directory.reserve():
-        return prepare_local_run(launcher, job, joins=joins, reserve=True)  # under the next free name
+        return prepare_local_run(launcher, worker_config, joins=joins, reserve=True)  # under the next free name
     return run
 
 
-def launch(job: WorkerConfig, *, joins: bool = False) -> tuple[int, RunDirectory]:
+def launch(worker_config: WorkerConfig, *, joins: bool = False) -> tuple[int, RunDirectory]:
     """Prepare a run, start it and wait for its end; return the exit code and the run directory.
 
     Raises:
         UserError: as :func:`prepare_local_run` and :meth:`LocalRun.launch`.
     """
-    run = prepare_local_run(task_launcher(job.config), job, joins=joins, reserve=True)
+    run = prepare_local_run(task_launcher(worker_config.config), worker_config, joins=joins, reserve=True)
     return run.launch(), run.directory
 
 
@@ -414,12 +418,12 @@ def check_task(config: RunConfig) -> None:
         check_spec(config.processes.task)
 
 
-def _with_recorded_options(job: WorkerConfig, directory: RunDirectory) -> RunConfig:
+def _with_recorded_options(worker_config: WorkerConfig, directory: RunDirectory) -> RunConfig:
     """Return the options, with those that a run in the directory keeps."""
-    if not directory.exists() or job.config.records.resume == "never":
-        return job.config
+    if not directory.exists() or worker_config.config.records.resume == "never":
+        return worker_config.config
     recorded = config_from_mapping(directory.read_manifest().get("config", {}), str(directory.manifest))
-    return RunConfig(**merge_resumed_options(job.config.values, job.explicit_options, recorded))
+    return RunConfig(**merge_resumed_options(worker_config.config.values, worker_config.explicit_options, recorded))
 
 
 def _recovery(config: RunConfig, name: str) -> Recovery:
@@ -474,12 +478,16 @@ def _processes_here(config: RunConfig, counts: tuple[int, ...]) -> int:
     return counts[config.processes.node_rank]
 
 
-def _task_digest(job: WorkerConfig) -> str:
+def _task_digest(worker_config: WorkerConfig) -> str:
     """Return a digest of the task's code and options: nodes that differ in it must not join."""
-    spec = job.config.processes.task
+    spec = worker_config.config.processes.task
     file = Path(spec.rpartition(":")[0])
     code = file.read_bytes() if file.suffix == ".py" and file.is_file() else spec.encode()
-    parts = (code, spec.rpartition(":")[2].encode(), repr((job.config.processes.set, job.fields)).encode())
+    parts = (
+        code,
+        spec.rpartition(":")[2].encode(),
+        repr((worker_config.config.processes.set, worker_config.fields)).encode(),
+    )
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

@@ -55,16 +55,16 @@ class ClusterLauncher(Launcher):
     """Starts a task by a job: ``paceline train`` on each of its nodes."""
 
     def start_task(
-        self, job: WorkerConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool
+        self, worker_config: WorkerConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool
     ) -> int:
         """Print the job of the task, or submit it and say how to follow it."""
-        config = job.config
+        config = worker_config.config
         launcher_options = make_options(self, own)
         if self.files == "uploaded":
             task = remote_task(config.processes.task, partial(self.remote_path, options=launcher_options))
             config = config.replace(task=task)
         spec = task_spec(self, config, launcher_options, options)
-        if job.quiet:
+        if worker_config.quiet:
             spec = dataclasses.replace(spec, command=(*spec.command, "--quiet"))
         return start(
             self,

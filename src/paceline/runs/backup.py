@@ -179,8 +179,8 @@ class Backup:
     def _serve(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         tries = 0
-        while (job := self._wait_for_job()) is not None:
-            checkpoint, info = job
+        while (due := self._wait_for_next()) is not None:
+            checkpoint, info = due
             try:
                 self._store.save(checkpoint, info)
             except (PacelineError, OSError) as error:
@@ -189,7 +189,7 @@ class Backup:
                 tries += 1
                 if tries == 1:
                     self._failed(CheckpointError(str(error)), info)
-                if not self._wait_to_retry(job, tries):
+                if not self._wait_to_retry(due, tries):
                     break
             else:
                 tries = 0
@@ -200,18 +200,18 @@ class Backup:
         with suppress(PacelineError, OSError):
             self._store.close()
 
-    def _wait_for_job(self) -> tuple[Path, CheckpointInfo] | None:
+    def _wait_for_next(self) -> tuple[Path, CheckpointInfo] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._next is not None or self._closing)
-            job, self._next = self._next, None
-            return job
+            due, self._next = self._next, None
+            return due
 
-    def _wait_to_retry(self, job: tuple[Path, CheckpointInfo], tries: int) -> bool:
-        """Queue a failed job again, unless there is a newer one, and wait; return False to give up at the end."""
+    def _wait_to_retry(self, due: tuple[Path, CheckpointInfo], tries: int) -> bool:
+        """Queue a failed copy again, unless there is a newer one, and wait; return False to give up at the end."""
         with self._changed:
             if self._closing and tries > _TRIES_AT_END:
                 return False
-            self._next = self._next or job
+            self._next = self._next or due
             self._changed.wait_for(lambda: self._closing, min(2.0 ** (tries - 1), _LONGEST_WAIT_S))
             if self._closing:
                 self._changed.wait(min(1.0, _LONGEST_WAIT_S))

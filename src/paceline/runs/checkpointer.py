@@ -39,7 +39,7 @@ class Checkpoint(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _SaveJob:
+class _Save:
     """A snapshot of a state, and its description."""
 
     snapshot: Snapshot
@@ -84,8 +84,8 @@ class Checkpointer:
         self._snapshot = Snapshot()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paceline-checkpoint")
         self._pending: Future[None] | None = None
-        self._last: _SaveJob | None = None
-        self._deferred: _SaveJob | None = None
+        self._last: _Save | None = None
+        self._deferred: _Save | None = None
 
     def save(
         self,
@@ -107,8 +107,8 @@ class Checkpointer:
         """
         with self._measure_stall():
             self._await_pending()
-            self._last = job = self._capture(state, info, before_commit)
-            self._pending = self._writer.submit(self._write, job)
+            self._last = save = self._capture(state, info, before_commit)
+            self._pending = self._writer.submit(self._write, save)
 
     def keep_in_memory(self, state: Mapping[str, Any], info: CheckpointInfo) -> None:
         """Copy the best model's ``state`` into memory, without writing it.
@@ -124,16 +124,18 @@ class Checkpointer:
     def has_in_memory(self, state_version: int) -> bool:
         """Return whether this state is in memory here: kept, deferred after a failed write, or being written."""
         writing = self._last if self._pending is not None else None
-        return any(job is not None and job.info.state_version == state_version for job in (self._deferred, writing))
+        return any(save is not None and save.info.state_version == state_version for save in (self._deferred, writing))
 
     def in_memory(self) -> Checkpoint | None:
         """Return a copy of the state kept in memory, with tensors of its own, or None."""
-        job = self._deferred
-        if job is None:
+        save = self._deferred
+        if save is None:
             return None
-        tensors = {name: read_tensors(b"".join(parts)) for name, parts in job.snapshot.contents()}
-        state = {part: unflatten(tensors.get(part + _SUFFIX, {}), skeleton) for part, skeleton in job.skeletons.items()}
-        return Checkpoint(Manifest(job.info, {}), state)
+        tensors = {name: read_tensors(b"".join(parts)) for name, parts in save.snapshot.contents()}
+        state = {
+            part: unflatten(tensors.get(part + _SUFFIX, {}), skeleton) for part, skeleton in save.skeletons.items()
+        }
+        return Checkpoint(Manifest(save.info, {}), state)
 
     def flush_pending(self) -> None:
         """Write a deferred best model, if any; return when it is committed.
@@ -176,7 +178,7 @@ class Checkpointer:
 
     def _capture(
         self, state: Mapping[str, Any], info: CheckpointInfo, before_commit: Callable[[], None] | None
-    ) -> _SaveJob:
+    ) -> _Save:
         skeletons: dict[str, Any] = {}
         files: dict[str, dict[str, Tensor]] = {}
         for part, value in state.items():
@@ -193,7 +195,7 @@ class Checkpointer:
         if self._deferred is not None and self._deferred.snapshot is self._snapshot:
             self._snapshot = Snapshot()
         self._snapshot.capture(files)
-        return _SaveJob(self._snapshot, skeletons, info, before_commit)
+        return _Save(self._snapshot, skeletons, info, before_commit)
 
     def _await_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -208,29 +210,29 @@ class Checkpointer:
         finally:
             self.stall_s += time.perf_counter() - start
 
-    def _write(self, job: _SaveJob | None) -> None:
-        """Write ``job``, then the deferred one; runs in the writer's thread."""
+    def _write(self, save: _Save | None) -> None:
+        """Write ``save``, then the deferred one; runs in the writer's thread."""
         remove_stale(self.directory)
         try:
-            if job is not None:
-                self._commit(job)
+            if save is not None:
+                self._commit(save)
             if self._deferred is not None:
                 self._commit(self._deferred)
         except CheckpointWriteError:
-            if job is not None and job.is_best:
-                self._deferred = job
+            if save is not None and save.is_best:
+                self._deferred = save
             raise
         except BaseException:
             self._deferred = None
             raise
         self._deferred = None
 
-    def _commit(self, job: _SaveJob) -> None:
-        text = json.dumps(job.skeletons, indent=1, allow_nan=False).encode()
-        contents = [*job.snapshot.contents(), (_STATE, (text,))]
-        path = commit(self.directory, job.info, contents, job.before_commit)
+    def _commit(self, save: _Save) -> None:
+        text = json.dumps(save.skeletons, indent=1, allow_nan=False).encode()
+        contents = [*save.snapshot.contents(), (_STATE, (text,))]
+        path = commit(self.directory, save.info, contents, save.before_commit)
         if self._committed is not None:
-            self._committed(path, job.info)
+            self._committed(path, save.info)
         try:
             prune(self.directory, self.keep, path)
         except CheckpointError as error:

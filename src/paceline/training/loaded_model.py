@@ -200,8 +200,9 @@ def load_evaluable_model(
         tempfile.TemporaryDirectory(prefix=own_prefix("model")) as scratch,
         open_world(alone, device=device) as world,
     ):
+        config = RunConfig(run_dir=str(directory.path), device=device, task=task)
         request = RunRequest(
-            job=WorkerConfig(config=RunConfig(run_dir=str(directory.path), device=device, task=task), quiet=True),
+            worker_config=WorkerConfig(config=config, quiet=True),
             task=None,
             default_threads=default_threads(alone),
         )

@@ -45,12 +45,12 @@ class RunRequest:
     """The request for a run, before defaults are resolved; the same on every rank.
 
     Attributes:
-        job: the options, and which of them the user gave.
+        worker_config: the options, and which of them the user gave.
         task: the task itself, if a script has built it; else the job names it.
         default_threads: CPU threads of this process, if neither options nor the run's record say.
     """
 
-    job: WorkerConfig
+    worker_config: WorkerConfig
     task: Task | None
     default_threads: int
 
@@ -77,7 +77,7 @@ def setup_run(
     Raises:
         UserError: options, task or data cannot work, or are not those of the run in the directory.
     """
-    job = request.job
+    worker_config = request.worker_config
     fix_cublas_workspace()
     task, spec, config, notes = validate(request, manifest, world_size)
     if memory is not None:
@@ -112,9 +112,9 @@ def setup_run(
         directory=directory,
         manifest=dict(manifest or {}),
         signals=signals,
-        deadline=Deadline(walltime_s, job.started),
-        quiet=job.quiet,
-        trial_scheduler=job.trial_scheduler,
+        deadline=Deadline(walltime_s, worker_config.started),
+        quiet=worker_config.quiet,
+        trial_scheduler=worker_config.trial_scheduler,
     )
     if manifest is not None:
         require_same_order(run.data.order, directory)
@@ -129,13 +129,17 @@ def validate(
     Raises:
         UserError: task or options cannot work, or are not those of the run in the directory.
     """
-    job = request.job
+    worker_config = request.worker_config
     task, spec = _load_task(request, manifest)
     if manifest is None:
-        config, notes = resolve_config(job.config, task, world_size)
+        config, notes = resolve_config(worker_config.config, task, world_size)
         return task, spec, config, notes
     config = ResolvedConfig(
-        **resumed_options(job.config.values, job.explicit_options, config_from_mapping(manifest["config"], "run.toml"))
+        **resumed_options(
+            worker_config.config.values,
+            worker_config.explicit_options,
+            config_from_mapping(manifest["config"], "run.toml"),
+        )
     )
     check_world(config, world_size)
     return task, spec, config, []
@@ -215,8 +219,8 @@ def load_manifest(directory: RunDirectory) -> dict[str, Any]:
 
 def _load_task(request: RunRequest, manifest: Mapping[str, Any] | None) -> tuple[Task, str]:
     """Return the task and its name, checked against the run's record."""
-    config, task = request.job.config, request.task
-    spec, fields = config.processes.task, request.job.fields
+    config, task = request.worker_config.config, request.task
+    spec, fields = config.processes.task, request.worker_config.fields
     if task is None:
         if fields is None:
             spec = spec or ("" if manifest is None else recorded_spec(manifest["task"]))

@@ -115,7 +115,7 @@ def set_up(
         memory=groups.memory_per_process(),
     )
     if groups.agent is not None:
-        require_replaceable(run.config, request.job.config)
+        require_replaceable(run.config, request.worker_config.config)
     return run, notes
 
 

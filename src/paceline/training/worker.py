@@ -31,12 +31,12 @@ _runs = itertools.count()
 def main(argv: list[str]) -> int:
     """Run the job that ``argv`` names; return the process's exit code."""
     dump_stacks_on_signal()
-    job = WorkerConfig.from_toml(Path(argv[0]))
-    environment = detect_environment(rdzv_endpoint=job.config.processes.rdzv_endpoint)
+    worker_config = WorkerConfig.from_toml(Path(argv[0]))
+    environment = detect_environment(rdzv_endpoint=worker_config.config.processes.rdzv_endpoint)
     if environment.source == "torchrun":
         die_with_parent()
     try:
-        return run_reported(job, environment)[0]
+        return run_reported(worker_config, environment)[0]
     except KeyboardInterrupt:  # before signals are handled: nothing has begun
         return 130
 
@@ -65,15 +65,15 @@ def main_under_agent(job_file: Path, channel: int, local_index: int, terminal: t
 
     dump_stacks_on_signal()
     RunDirectory(job_file.parent).wait_for_disk()
-    job = WorkerConfig.from_toml(job_file)
-    assert job.config.records.run_dir is not None, "an agent names the run"
-    directory = RunDirectory(Path(job.config.records.run_dir))
-    agent = AgentClient(WorkerChannel.of(channel), job.config.recovery.heartbeat)
-    agent.progress_tracker.limit_steps_to(job.config.recovery.hang_timeout)
+    worker_config = WorkerConfig.from_toml(job_file)
+    assert worker_config.config.records.run_dir is not None, "an agent names the run"
+    directory = RunDirectory(Path(worker_config.config.records.run_dir))
+    agent = AgentClient(WorkerChannel.of(channel), worker_config.config.recovery.heartbeat)
+    agent.progress_tracker.limit_steps_to(worker_config.config.recovery.hang_timeout)
     code = 1
     existed = directory.exists()
     try:
-        _run_under_agent(job, agent, directory, local_index, terminal)
+        _run_under_agent(worker_config, agent, directory, local_index, terminal)
         code = 0
     except Retired:
         code = 0
@@ -87,7 +87,11 @@ def main_under_agent(job_file: Path, channel: int, local_index: int, terminal: t
 
 
 def _run_under_agent(
-    job: WorkerConfig, agent: AgentClient, directory: RunDirectory, local_index: int, terminal: tuple[int, int]
+    worker_config: WorkerConfig,
+    agent: AgentClient,
+    directory: RunDirectory,
+    local_index: int,
+    terminal: tuple[int, int],
 ) -> None:
     from paceline.parallel.device import choose_device
     from paceline.runs.rank_log import open_rank_log, show_on
@@ -95,7 +99,7 @@ def _run_under_agent(
     from paceline.training.run_setup import RunRequest
     from paceline.training.session import ElasticGroups, train
 
-    counts, world_size = job.config.processes.nproc, job.world_size
+    counts, world_size = worker_config.config.processes.nproc, worker_config.world_size
     assert counts is not None, "an agent counts the processes"
     assert world_size is not None
     (processes,) = counts
@@ -105,7 +109,13 @@ def _run_under_agent(
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals(launched=True))
         stack.enter_context(
-            open_rank_log(directory, local_index, processes, quiet=job.quiet, log_format=job.config.records.log_format)
+            open_rank_log(
+                directory,
+                local_index,
+                processes,
+                quiet=worker_config.quiet,
+                log_format=worker_config.config.records.log_format,
+            )
         )
         shown = local_index == 0
 
@@ -118,35 +128,40 @@ def _run_under_agent(
         groups = ElasticGroups(
             agent,
             local=choose_device(
-                job.config.processes.device, job.config.processes.backend, local_rank=local_index, expected=job.device
+                worker_config.config.processes.device,
+                worker_config.config.processes.backend,
+                local_rank=local_index,
+                expected=worker_config.device,
             ),
             processes=processes,
             world_size=world_size,
-            comm_debug=job.config.processes.comm_debug,
+            comm_debug=worker_config.config.processes.comm_debug,
             on_rank_0=show_at_rank_0,
         )
-        request = RunRequest(job=job, task=None, default_threads=default_threads(environment))
+        request = RunRequest(worker_config=worker_config, task=None, default_threads=default_threads(environment))
         train(request, groups, directory, signals)
 
 
 def run_reported(
-    job: WorkerConfig, environment: Environment, task: Task | None = None
+    worker_config: WorkerConfig, environment: Environment, task: Task | None = None
 ) -> tuple[int, dict[str, Any] | None]:
     """Run a job; on failure record it, tell the user unless a launcher does, and return the exit code."""
-    directory = RunDirectory(Path(job.config.records.run_dir)) if job.config.records.run_dir else None
+    directory = (
+        RunDirectory(Path(worker_config.config.records.run_dir)) if worker_config.config.records.run_dir else None
+    )
     existed = directory is not None and directory.exists()
     try:
-        return 0, run(job, environment, task)
+        return 0, run(worker_config, environment, task)
     except Exception as raised:
         error = explain_disk_error(raised, directory)
         if directory is not None and directory.path.is_dir() and not isinstance(error, RunInUseError):
             record_worker_failure(directory, environment.rank, error, existed=existed)
-        if not job.supervised:
+        if not worker_config.supervised:
             print_failure(error, environment.rank, environment.world_size, directory)
         return exit_code_of(error), None
 
 
-def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -> dict[str, Any]:
+def run(worker_config: WorkerConfig, environment: Environment, task: Task | None = None) -> dict[str, Any]:
     """Join the world, train, and return the content of ``result.json``.
 
     Raises:
@@ -159,18 +174,22 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
 
     with (
         StopSignals(launched=environment.source != "single") as signals,
-        join_launched_group(job, environment) as (world, directory),
+        join_launched_group(worker_config, environment) as (world, directory),
         open_rank_log(
-            directory, world.rank, world.world_size, quiet=job.quiet, log_format=job.config.records.log_format
+            directory,
+            world.rank,
+            world.world_size,
+            quiet=worker_config.quiet,
+            log_format=worker_config.config.records.log_format,
         ),
     ):
-        job = job.with_run_dir(directory.path)
-        request = RunRequest(job=job, task=task, default_threads=default_threads(environment))
+        worker_config = worker_config.with_run_dir(directory.path)
+        request = RunRequest(worker_config=worker_config, task=task, default_threads=default_threads(environment))
         return train(request, FixedGroup(world), directory, signals)
 
 
 @contextmanager
-def join_launched_group(job: WorkerConfig, environment: Environment) -> Iterator[tuple[World, RunDirectory]]:
+def join_launched_group(worker_config: WorkerConfig, environment: Environment) -> Iterator[tuple[World, RunDirectory]]:
     """Join the ranks that a launcher has started, with the run's directory and its lock.
 
     Raises:
@@ -185,18 +204,20 @@ def join_launched_group(job: WorkerConfig, environment: Environment) -> Iterator
         remove_leftovers()
     with ExitStack() as stack:
         stack.enter_context(preserve_numerics())
-        world, directory = _open_group(job, environment, key, stack)
-        _watch_over(job, world, directory, stack)
+        world, directory = _open_group(worker_config, environment, key, stack)
+        _watch_over(worker_config, world, directory, stack)
         yield world, directory
 
 
-def _open_group(job: WorkerConfig, environment: Environment, key: str, stack: ExitStack) -> tuple[World, RunDirectory]:
+def _open_group(
+    worker_config: WorkerConfig, environment: Environment, key: str, stack: ExitStack
+) -> tuple[World, RunDirectory]:
     """Join the launcher's group, and agree on the run directory, which rank 0 locks."""
     from paceline.data.ledger import last_generation
     from paceline.parallel.rendezvous import agree_once
     from paceline.parallel.world import open_world
 
-    config = job.config
+    config = worker_config.config
     init_timeout_s = config.processes.init_timeout
     agree = partial(agree_once, environment, rdzv_endpoint=config.processes.rdzv_endpoint, timeout_s=init_timeout_s)
     own = RunDirectory(Path(config.records.run_dir or default_run_path(config.processes.task)))
@@ -212,7 +233,7 @@ def _open_group(job: WorkerConfig, environment: Environment, key: str, stack: Ex
                 environment,
                 device=config.processes.device,
                 backend=config.processes.backend,
-                expected=job.device,
+                expected=worker_config.device,
                 interface=config.processes.interface,
                 init_timeout_s=init_timeout_s,
                 comm_debug=config.processes.comm_debug,
@@ -234,18 +255,18 @@ def _open_group(job: WorkerConfig, environment: Environment, key: str, stack: Ex
     return world, directory
 
 
-def _watch_over(job: WorkerConfig, world: World, directory: RunDirectory, stack: ExitStack) -> None:
+def _watch_over(worker_config: WorkerConfig, world: World, directory: RunDirectory, stack: ExitStack) -> None:
     """Watch for hangs while the stack is open; a hang ends the job."""
     from paceline.elastic.hang import Watchdog
 
-    limit_s = job.config.recovery.hang_timeout
+    limit_s = worker_config.config.recovery.hang_timeout
     world.progress_tracker.limit_steps_to(limit_s)
     # A single process blocks no other; it may be in a debugger.
     if limit_s == math.inf or (limit_s is None and world.world_size == 1):
         return
 
     def tell(text: str) -> None:
-        if not job.supervised:
+        if not worker_config.supervised:
             print(f"paceline: {text}", file=sys.stderr)
 
     stack.enter_context(

@@ -50,7 +50,7 @@ def test_a_worker_heeds_what_it_is_sent_as_soon_as_it_is_there(
         with theirs:
             command = [sys.executable, "-c", SLOW, str(theirs.fileno())]
             popen = run_processes.start(command, pass_fds=(theirs.fileno(),))
-        request = {"fork": 1, "local_index": 0, "job": str(tmp_path / "job.json")}
+        request = {"fork": 1, "local_index": 0, "job_file": str(tmp_path / "job.json")}
         socket.send_fds(ours, [json.dumps(request).encode()], [other.fileno()])
         content, (pidfd,), _, _ = socket.recv_fds(ours, 4096, 1)
         told = json.loads(content)

@@ -190,11 +190,11 @@ class Run:
         open_closed_streams()
         given = {**self._options, **{name: value for name, value in length.items() if value is not None}}
         config = config_from_mapping({**_DEFAULTS, **given, "task": OWN_LOOP}, "Run()")
-        job = WorkerConfig(config=config, explicit_options=frozenset(given), quiet=self._quiet)
+        worker_config = WorkerConfig(config=config, explicit_options=frozenset(given), quiet=self._quiet)
         environment = own_environment(config, given)
         require_recovery(config, environment)
         signals = stack.enter_context(StopSignals(launched=environment.source != "single"))
-        self._world, directory = self._resources.enter_context(join_launched_group(job, environment))
+        self._world, directory = self._resources.enter_context(join_launched_group(worker_config, environment))
         # Within the loop alone: Python prints an error in it later, on the terminal.
         rank, world_size = self._world.rank, self._world.world_size
         stack.enter_context(
@@ -203,7 +203,9 @@ class Run:
         groups = FixedGroup(self._world)
         task = OwnLoop(Path(sys.argv[0]).name, self._parts)
         request = RunRequest(
-            job=job.with_run_dir(directory.path), task=task, default_threads=default_threads(environment)
+            worker_config=worker_config.with_run_dir(directory.path),
+            task=task,
+            default_threads=default_threads(environment),
         )
         found = groups.load_manifest(directory)
         self._context, notes = set_up(request, groups, found["manifest"], directory, signals)

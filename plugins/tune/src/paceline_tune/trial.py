@@ -62,7 +62,7 @@ def _prepare_trial(request: Mapping[str, Any], descriptors: Sequence[int]) -> Ch
     die_with_parent(parent=request["parent"])
     restore_stop_signals()
     redirect_output(descriptors[0])
-    return partial(_train, Path(request["job"]))
+    return partial(_train, Path(request["job_file"]))
 
 
 def _train(job_file: Path) -> NoReturn:
@@ -142,14 +142,14 @@ class TrialServer(ForkServer):
             with_hash_seed(variables_of_another_job(own_variables())),
         )
 
-    def start(self, job: Path, output: Path) -> Forked:
+    def start(self, job_file: Path, output: Path) -> Forked:
         """Start a trial.
 
         Raises:
             TrialDiedError: the server has ended.
         """
         with output.open("ab") as file:
-            self.fork(0, [file.fileno()], parent=self.pid, job=str(job))
+            self.fork(0, [file.fileno()], parent=self.pid, job_file=str(job_file))
         ready, _, _ = select.select([self], [], [], _START_S)
         if not ready:
             raise TrialDiedError(f"the process that starts trials did not answer within {_START_S:.0f} s")
@@ -199,7 +199,7 @@ class RunningTrial:
             fork_run(RunDirectory(self._order.parent), self._directory, fields)
         for old in self._directory.logs.glob("rank-*.error.json"):
             old.unlink(missing_ok=True)
-        job = WorkerConfig(
+        worker_config = WorkerConfig(
             config=config_from_mapping(dict(self._order.options), "tune.json"),
             explicit_options=frozenset(self._order.options),
             quiet=True,
@@ -207,7 +207,7 @@ class RunningTrial:
         )
         self._directory.create()
         file = self._directory.path / "trial.toml"
-        write_atomically(file, job.to_toml().encode())
+        write_atomically(file, worker_config.to_toml().encode())
         self._pidfd = self._server.start(file, self._directory.logs / OUTPUT).pidfd
 
     def _await_lock(self) -> None:

@@ -437,8 +437,10 @@ def _train(plan: GroupPlan, training: Training, task: Task, environment: Environ
             instrumentation.forward_step = training.forward_step
             instrumentation.forward = stack.enter_context(forward_path(root, training, rank).open("w"))
         config = _config(plan, training, task)
-        job = WorkerConfig(config=config, explicit_options=frozenset(training.options), quiet=True, supervised=True)
-        result = run(job, environment, instrument(task, instrumentation))
+        worker_config = WorkerConfig(
+            config=config, explicit_options=frozenset(training.options), quiet=True, supervised=True
+        )
+        result = run(worker_config, environment, instrument(task, instrumentation))
     if rank == 0:
         _write(outcome_path(root, training), result)
 
@@ -456,7 +458,7 @@ def _simulate(plan: GroupPlan, training: Training, task: Task) -> None:
             training, compared_with = replace(training, double=False), training.float32_reference
         task = instrument(task, Instrumentation(trace=StringIO(), notes_steps=False, double=training.double))
     request = RunRequest(
-        job=WorkerConfig(config=config, explicit_options=frozenset(training.options), quiet=True),
+        worker_config=WorkerConfig(config=config, explicit_options=frozenset(training.options), quiet=True),
         task=task,
         default_threads=1,
     )
