@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, TaskError
 from paceline.data.samples import MicroBatch
+from paceline.parallel.deferred_init import LateTensor, build_deferred
 from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.options import FsdpOptions
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reduction_tree import ReductionPlan
-from paceline.parallel.sharded_state import clip_gradients, gather_full
+from paceline.parallel.sharded_state import clip_gradients, distributed_part, gather_full, is_distributed, shard_of
 from paceline.parallel.strategy import AMP_DTYPES, MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims, World
 from paceline.parallel.wrap_units import exclude_tied, wrap_units
@@ -27,7 +28,9 @@ from paceline.torch_internals import (
     ConvNd,
     ReduceScatter,
     all_gather_single,
+    buffer_table,
     keep_order_of_input_gradients,
+    map_tensors,
     parameter_table,
     reduce_scatter_single,
     tree_leaves,
@@ -214,9 +217,12 @@ class FullyShard:
         self._config = config
         self._wrap = AUTO_WRAP if config[FsdpOptions].fsdp_wrap == "auto" else config[FsdpOptions].fsdp_wrap
 
-    def place(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def place(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+        module, late = build_deferred(build)
+        if any(names != [*late] for names in self._mesh.world.all_gather_object([*late])):
+            module, late = build(), {}
         _require_shardable(module)
-        module.to(device)
+        map_tensors(module, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
         # The task may build the model with randomness that Paceline does not seed.
         self._mesh.world.broadcast_module(module)
         assert self._mesh.device_mesh is not None
@@ -232,7 +238,39 @@ class FullyShard:
             # Parameters that autocast keeps in float32 are gathered in float32.
             lowered = config[FsdpOptions].fsdp_mixed_precision and _is_cast(unit)
             fully_shard(unit, mp_policy=self._precision() if lowered else MixedPrecisionPolicy(), **options)
+        self._fill(module, late, device)
         return module
+
+    def _fill(self, module: nn.Module, late: Mapping[str, LateTensor], device: torch.device) -> None:
+        """Give this rank's shards their values, one tensor after another: each rank reads files itself, and has the
+        values that rank 0 computes.
+        """
+        if not late:
+            return
+        world = self._mesh.world
+        offloads = self._config[FsdpOptions].fsdp_offload
+        places = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        made: dict[int, torch.Tensor] = {}
+        are_in_files = world.broadcast_object([values.source is not None for values in late.values()])
+        for (name, values), is_in_file in zip(late.items(), are_in_files, strict=True):
+            place = places[name]
+            if is_in_file:
+                whole = values.compute() if values.source is None else values.source
+            else:
+                whole = values.compute() if world.rank == 0 else torch.empty(place.shape, dtype=place.dtype)
+                whole = whole.to(device)
+                world.broadcast_tensor(whole)
+            part = whole[shard_of(place)]
+            home = torch.device("cpu") if offloads and is_distributed(place) else device
+            made[id(place)] = distributed_part(part.to(home, place.dtype, copy=True).contiguous(), place)
+            if isinstance(place, nn.Parameter):
+                made[id(place)] = nn.Parameter(made[id(place)], requires_grad=place.requires_grad)
+        for owner in module.modules():
+            for table in (parameter_table(owner), buffer_table(owner)):
+                for name, tensor in table.items():
+                    if id(tensor) in made:
+                        table[name] = made[id(tensor)]  # type: ignore[assignment]
+        map_tensors(module, lambda tensor: tensor)  # by which FSDP notices that its parameters are others
 
     def _units(self, module: nn.Module) -> list[nn.Module]:
         """Return the wrap units, inner ones first; other parameters are gathered with the model."""
@@ -262,7 +300,7 @@ class FullyShard:
         return optimizers  # their state follows the parameters
 
     def make_ema_model(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
-        ema_model = self.place(build(), device)
+        ema_model = self.place(build, device)
         ema_model.load_state_dict(like.state_dict())
         for unit in ema_model.modules():
             if isinstance(unit, FSDPModule):

@@ -171,6 +171,18 @@ def distributed_part(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     )
 
 
+def shard_of(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Return the place of this rank's shard in the whole tensor."""
+    if not is_distributed(tensor):
+        return ()
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    assert isinstance(tensor, DTensor)
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for size, start in zip(sizes, offsets, strict=True))
+
+
 def is_distributed(value: Any) -> bool:
     """Return whether a value is a ``DTensor``."""
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")

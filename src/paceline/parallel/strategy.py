@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,11 +42,11 @@ class ParameterLayout(Protocol):
 
     is_collective: bool
 
-    def place(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def place(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         """Return this rank's part of the model, on its device; a collective.
 
         Args:
-            module: the task's model, on the CPU.
+            build: builds the task's model, on the CPU; with equal values each time.
 
         Raises:
             ConfigError: the model cannot be placed so.
@@ -92,10 +93,10 @@ class ComposedLayout:
     def __init__(self, layouts: Sequence[ParameterLayout]) -> None:
         self._layouts = layouts
 
-    def place(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def place(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         for layout in self._layouts:
-            module = layout.place(module, device)
-        return module
+            build = partial(layout.place, build, device)
+        return build()
 
     def make_ema_model(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
         raise AssertionError("split layers do not support a moving average")
@@ -119,8 +120,8 @@ class Replicated:
 
     is_collective = False
 
-    def place(self, module: nn.Module, device: torch.device) -> nn.Module:
-        return module.to(device)
+    def place(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+        return build().to(device)
 
     def make_ema_model(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
         return deepcopy(like)

@@ -136,7 +136,8 @@ class TensorParallel:
         """The number of ranks that share a layer."""
         return self._mesh.size()
 
-    def place(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def place(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+        module = build()
         self.decide(module)
         module.to(device)
         # The task may build the model with randomness that Paceline does not seed.

@@ -152,7 +152,7 @@ class World:
                 dist.broadcast(tensor, group_src=source, group=self.group)
 
     def broadcast_module(self, module: nn.Module, source: int = 0) -> None:
-        """Broadcast the parameters and buffers of rank ``source``, without distributed ones.
+        """Broadcast the parameters and buffers of rank ``source``, without distributed ones and those without values.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -160,8 +160,8 @@ class World:
         if self.group is not None:
             with torch.no_grad(), self._exchange("broadcast"):
                 for tensor in (*module.parameters(), *module.buffers()):
-                    if is_distributed(tensor):
-                        continue  # it was distributed from equal values on all ranks
+                    if is_distributed(tensor) or tensor.is_meta:
+                        continue  # it was distributed from equal values on all ranks, or is later
                     dist.broadcast(tensor, group_src=source, group=self.group)
 
     def barrier(self) -> None:

@@ -7,7 +7,7 @@ Trillion Parameter Models", 2020.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ class ShardedOptimizers(Replicated):
         self._world = mesh.world
         self._parts: dict[str, _OptimizerPart] = {}
 
-    def place(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def place(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+        module = build()
         module.to(device)
         # The task may build the model with randomness that Paceline does not seed.
         self._world.broadcast_module(module)

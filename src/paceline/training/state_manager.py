@@ -110,8 +110,7 @@ class StateManager:
         """Build the task's state, with the initial weights if there are any."""
         run = self._run
         build_model = partial(self._build_model, weights)
-        seed_model(run.config.training.seed)
-        module = self._layout.place(build_model(), run.device)
+        module = self._layout.place(build_model, run.device)
         if run.device.type == "cuda":
             release_cublas_workspace(module)
         twin = None
@@ -126,6 +125,7 @@ class StateManager:
 
     def _build_model(self, weights: Mapping[str, Tensor] | None) -> nn.Module:
         config = self._run.config
+        seed_model(config.training.seed)
         module = build_task_model(self._run.task)
         self._run.preparation.prepare(module, weights)
         memory = config[MemoryOptions]

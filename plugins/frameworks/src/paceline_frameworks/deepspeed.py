@@ -368,7 +368,8 @@ class DeepSpeedLayout(Replicated):
         self._module: nn.Module | None = None
         self.is_collective = self._stage == 3
 
-    def place(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def place(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+        module = build()
         for name, parameter in module.named_parameters():
             if parameter.dim() == 0:
                 raise ConfigError(

@@ -257,7 +257,8 @@ class PipelineLayout:
                 f"idle. Use --microbatches {ranks * mesh.data.world_size} or more, or fewer stages."
             )
 
-    def place(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def place(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+        module = build()
         # The task may build the model with randomness that Paceline does not seed.
         self._mesh.world.broadcast_module(module)
         parts = self._example_batch.parts(module)
