@@ -36,6 +36,8 @@ EXACT: dict[str, dict[str, Any]] = {
         },
     },
     "frozen": {"task": "Frozen"},
+    # Tensors of a MiB and more are built one by one.
+    "large": {"task": "Text", "fields": {"width": 256, "tied": True}, "options": {"ema": 0.9, "max_steps": 2}},
     "kept": {"task": "Everything", "options": {"fsdp_wrap": "8", "fsdp_reshard": "never", "max_steps": 6}},
     "freed": {"task": "Everything", "options": {"fsdp_wrap": "8", "fsdp_reshard": "always", "max_steps": 6}},
     "offloaded": {"task": "TwoOptimizers", "options": {"fsdp_offload": True}},

@@ -309,7 +309,7 @@ class LateTensor:
 
     Attributes:
         compute: computes it whole.
-        source: the tensor in a file of which it is a copy, perhaps in another dtype; None if it is none.
+        source: the tensor in a file of which it is a copy, perhaps in another dtype; None if it has another origin.
     """
 
     compute: Callable[[], Tensor]

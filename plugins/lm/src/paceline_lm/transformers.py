@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,6 +27,9 @@ except ModuleNotFoundError as error:
         f"paceline_lm.transformers needs transformers ({error.name} is not installed): "
         + install_command("transformers")
     ) from error
+
+# Threads that read weights would read them even of a model that is built without values.
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 IGNORED = -100
 """The label of what does not count."""
