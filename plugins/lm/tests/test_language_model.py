@@ -148,6 +148,7 @@ def test_packed_chats_have_one_hash_on_one_process_and_two(run_processes: Any, l
     audited = audit(RunDirectory(tmp_path / "run2"))
     assert audited.clean, audited.verdict
     assert len(audited.epochs) == 2
+    assert "of 2 epochs seen exactly once. Together they are 24 documents, each once an epoch." in audited.verdict
     said = (tmp_path / "run2" / "logs" / "rank-0.log").read_text()
     assert "chats.jsonl: 24 documents" in said
     assert "<|im_start|>assistant\n[He" in said or "<|im_start|>assistant\n[She" in said

@@ -342,6 +342,7 @@ class AuditReport:
         result_steps: the number of steps in ``result.json``, or None.
         checksums_compared: False for a stream, whose sample numbers cannot be recomputed.
         is_weighted: the task's weights drew the samples; the counts are of draws, not of different samples.
+        units: what all samples of an epoch together contain once, as the dataset declares it, such as documents.
     """
 
     epochs: tuple[EpochAudit, ...]
@@ -353,6 +354,7 @@ class AuditReport:
     result_steps: int | None
     checksums_compared: bool
     is_weighted: bool
+    units: dict[str, int]
 
     @property
     def steps(self) -> int:
@@ -395,7 +397,9 @@ class AuditReport:
         parts = [f"every {what} of {whole} epoch{'s' if whole > 1 else ''}"] if whole else []
         if last.not_yet:
             parts.append(f"{last.once:,} of the {last.num_samples:,} {what}s of epoch {last.epoch}")
-        return f"Clean{' so far' if last.not_yet else ''}: {' and '.join(parts)} {done} exactly once."
+        units = ", ".join(f"{count:,} {unit}" for unit, count in self.units.items()) if whole else ""
+        each = f" Together they are {units}, each once an epoch." if units else ""
+        return f"Clean{' so far' if last.not_yet else ''}: {' and '.join(parts)} {done} exactly once.{each}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON types."""
@@ -409,7 +413,7 @@ def audit(run: RunDirectory) -> AuditReport:
     Raises:
         RunDirectoryError: this is not a run, it has no ledger, or the ledger is malformed.
     """
-    run.read_manifest()
+    units = run.read_manifest().get("data", {}).get("train_units", {})
     # Read before the ledger, because an active run writes the ledger first and the result last.
     result_steps = _result_steps(run)
     ledger = read_ledger(run.ledger)
@@ -433,6 +437,7 @@ def audit(run: RunDirectory) -> AuditReport:
         result_steps=result_steps,
         checksums_compared=order is not None,
         is_weighted=order is not None and order.is_weighted,
+        units=units,
     )
 
 

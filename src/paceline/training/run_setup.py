@@ -261,6 +261,7 @@ def _manifest(config: RunConfig, task: Task, data: DataSetup, device: torch.devi
         "config": {name: value for name, value in config.values.items() if all_options()[name].scope != "task"},
         "data": {
             "train_samples": None if order is None else order.num_samples,
+            "train_units": None if data.train_val_split else getattr(data.train, "units", None),
             "val_samples": None if data.train_val_split is None else len(data.train_val_split.val),
             "steps_per_epoch": data.steps_per_epoch,
             "total_steps": data.total_steps,

@@ -140,6 +140,11 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
         return int(self.documents.lengths[self._chosen].sum())
 
     @property
+    def units(self) -> dict[str, int]:
+        """What the packs of an epoch contain once, for the audit."""
+        return {"documents": len(self._chosen)}
+
+    @property
     def fill(self) -> float:
         """The share of the packs' tokens that is not padding."""
         return self.tokens / (self._num_packs * self._length)
