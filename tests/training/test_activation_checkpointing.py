@@ -62,12 +62,14 @@ def test_one_process_has_the_same_bits(alone: Any, precision: str, what: str) ->
         assert alone[f"{precision}-{what}"].get(key) == alone[f"{precision}-none"][key]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_has_the_bits_of_one_process(together: Any, alone: Any, name: str) -> None:
     for key in ("model_sha256", "metrics"):
         assert together[name].get(key) == alone["fp32-none"][key]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", OWN_BITS)
 def test_what_has_bits_of_its_own_keeps_them(together: Any, name: str) -> None:
     for key in ("model_sha256", "metrics"):

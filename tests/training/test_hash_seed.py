@@ -46,6 +46,7 @@ class Words(paceline.Task):
 '''
 
 
+@pytest.mark.system
 def test_processes_number_classes_of_a_set_alike(run_processes: Any, tmp_path: Path) -> None:
     (tmp_path / "words.py").write_text(TASK)
     options = ("--max-steps", "3", "--microbatches", "4", "--threads", "1", "--global-batch-size", "12", "--quiet")

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.matrix
+
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "spare": {"computing": 2},

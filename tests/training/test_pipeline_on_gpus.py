@@ -72,6 +72,7 @@ def test_two_gpus_train_to_the_bits_of_the_cpu(alone: Any, two: Any, name: str) 
     same(two[name], alone[name.partition("-")[0]])
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_gpus_train_to_the_bits_of_the_cpu(alone: Any, four: Any, name: str) -> None:

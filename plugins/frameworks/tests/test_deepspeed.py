@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ from tests.training.states import newest
 
 __all__ = ["start_trainings", "tasks_file"]
 
-pytestmark = pytest.mark.matrix
-
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install '.[deepspeed]'")
+# Its import takes seconds, and only the trained processes need it.
+pytestmark = [
+    pytest.mark.matrix,
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install '.[deepspeed]'"
+    ),
+]
 
 JOBS: dict[str, dict[str, Any]] = {
     "layered": {"task": "Layered", "options": {"max_steps": 6, "clip_norm": 0.05, "eval_every": "2steps"}},
