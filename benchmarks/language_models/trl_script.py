@@ -9,6 +9,7 @@ model, data, output, steps = sys.argv[1:]
 config = SFTConfig(
     output_dir=output,
     packing=True,
+    packing_strategy="bfd_split",
     max_length=256,
     per_device_train_batch_size=4,
     learning_rate=1e-3,

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from plugins.lm.tests.causal_models import SIZES
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -18,6 +21,8 @@ from transformers import (
     BertForTokenClassification,
     BloomConfig,
     BloomForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     DataCollatorWithFlattening,
     GPT2Config,
     GPT2LMHeadModel,
@@ -33,7 +38,9 @@ from transformers import (
 import paceline
 from paceline.parallel.wrap_units import checkpoint_activations
 from paceline.runs.checkpointer import load
-from paceline_lm.transformers import IGNORED, TransformersTask
+from paceline_lm import token_loss
+from paceline_lm.token_loss import IGNORED
+from paceline_lm.transformers import TransformersTask
 
 pytestmark = pytest.mark.matrix
 
@@ -166,6 +173,67 @@ def test_activation_checkpointing_leaves_the_gradients_as_they_are(kind: str) ->
         gradients.append(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]))
     assert torch.equal(gradients[0], gradients[1])
     assert torch.equal(gradients[0], gradients[2])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest tensor that an operation returns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = operation(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor):
+            self.numbers = max(self.numbers, output.numel())
+        return output
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bias", "frozen"), [(False, False), (True, False), (True, True)])
+def test_the_loss_in_chunks_is_that_of_all_logits(
+    monkeypatch: pytest.MonkeyPatch, precision: torch.dtype, bias: bool, frozen: bool
+) -> None:
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(8, 600, bias=bias), torch.randn(2, 50, 8, requires_grad=True)
+    head.requires_grad_(not frozen)
+    targets = torch.randint(0, 600, (2, 50))
+    targets[:, ::3] = IGNORED
+    monkeypatch.setattr(token_loss, "_LOGITS", 600 * 9)
+    found = []
+    for in_chunks in (False, True):
+        hidden.grad, head.weight.grad = None, None
+        with LargestTensor() as largest, torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+            if in_chunks:
+                loss = token_loss.summed_loss(head, hidden, targets)[0, 0, 0]
+            else:
+                loss = cross_entropy(head(hidden).float().flatten(0, 1), targets.flatten(), reduction="sum")
+            (loss / 7).backward()
+        assert (largest.numbers < 600 * 50) == in_chunks
+        found.append([loss, *(part.grad for part in (hidden, *head.parameters()) if part.requires_grad)])
+    for whole, chunks in zip(*found, strict=True):
+        tolerance = {} if precision == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+        torch.testing.assert_close(chunks, whole, **tolerance)
+    with torch.no_grad():
+        right = token_loss.summed_loss(head, hidden, targets)[0, 0, 1]
+    assert right == (head(hidden).argmax(-1) == targets).sum()
+
+
+def test_only_models_whose_logits_are_their_heads_have_their_loss_in_chunks() -> None:
+    batch = {"input_ids": tokens(WORDS).clamp(min=0), "labels": tokens(WORDS)}
+    cohere = CohereForCausalLM(CohereConfig(**{**SIZES, "vocab_size": WORDS}))  # scales its logits
+    for model, expected in [(causal("llama", "sdpa"), True), (gpt2(), True), (cohere, False), (t5(), False)]:
+        task = TransformersTask()
+        task.loss(model, batch)
+        assert task._ends_with_head is expected, type(model).__name__
+        assert "forward" not in vars(model.get_output_embeddings())
+
+
+def test_labels_that_do_not_count_have_no_gradient() -> None:
+    for model in (causal("llama", "sdpa"), bert(BertForMaskedLM)):
+        words = torch.zeros(1, LENGTH, dtype=torch.int64)
+        loss = TransformersTask().loss(model, {"input_ids": words, "labels": torch.full_like(words, IGNORED)})
+        loss.sum.backward()
+        assert loss.sum.item() == loss.weight == 0
+        assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
 def test_a_batch_without_labels_is_explained() -> None:

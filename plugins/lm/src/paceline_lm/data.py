@@ -16,7 +16,7 @@ from paceline_lm.mixture import Mixture
 from paceline_lm.packing import PackedDocuments
 from paceline_lm.sources import Source, parse_sources
 from paceline_lm.token_file import TokenFile
-from paceline_lm.transformers import IGNORED
+from paceline_lm.token_loss import IGNORED
 
 Data = Documents | PackedDocuments | TokenFile | Mixture
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from paceline.core.errors import TaskError
 from paceline.core.files import parse_json, user_directory
 from paceline_lm.encoding import Encoder
-from paceline_lm.transformers import IGNORED
+from paceline_lm.token_loss import IGNORED
 
 _FORMAT = 5
 """Of the cached file; another way to encode documents is another number."""

@@ -15,7 +15,7 @@ from paceline.core.errors import TaskError
 from paceline.data.order import Permutation, derive_key
 from paceline.data.train_val_split import split_train_val
 from paceline_lm.documents import Documents
-from paceline_lm.transformers import IGNORED
+from paceline_lm.token_loss import IGNORED
 
 _IN_ORDER = 0.5
 """The share of the documents that is packed in a keyed order: were all sorted, each epoch would have the same packs."""

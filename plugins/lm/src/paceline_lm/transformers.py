@@ -19,9 +19,11 @@ from paceline.core.plugins import install_command
 from paceline.core.task import Callback, Loss, RunSchedule, Task
 from paceline.torch_internals import FakeTensor
 from paceline_lm.pipeline import split_layers
+from paceline_lm.token_loss import IGNORED, has_chunks, loss_of_logits, summed_loss
 
 try:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
+    from transformers.loss.loss_utils import ForCausalLMLoss
 except ModuleNotFoundError as error:
     raise TaskError(
         f"paceline_lm.transformers needs transformers ({error.name} is not installed): "
@@ -30,9 +32,6 @@ except ModuleNotFoundError as error:
 
 # Threads that read weights would read them even of a model that is built without values.
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
-
-IGNORED = -100
-"""The label of what does not count."""
 
 _LEAST_INFLUENCE = 2.0**-14
 """Of one document on another's logits, relative to the greatest; or a rounding, if that is larger (bfloat16)."""
@@ -63,6 +62,7 @@ class TransformersTask(Task):
     _collator: Collator | None = field(default=None, init=False, repr=False, compare=False)
     _isolation_checked: bool = field(default=False, init=False, repr=False, compare=False)
     _isolation_error: TaskError | None = field(default=None, init=False, repr=False, compare=False)
+    _ends_with_head: bool | None = field(default=None, init=False, repr=False, compare=False)
 
     def build_collator(self) -> Collator:
         """Return what makes a batch of samples, such as ``DataCollatorForLanguageModeling(tokenizer)``."""
@@ -74,7 +74,7 @@ class TransformersTask(Task):
         found = getattr(self.build_collator(), "tokenizer", None)
         return found if isinstance(found, PreTrainedTokenizerBase) else None
 
-    def loss_weight(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> int:
+    def loss_weight(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> torch.Tensor | int:
         """Count the labels of a batch over which the model's loss is the mean.
 
         Override it for a model whose loss is another mean.
@@ -84,9 +84,7 @@ class TransformersTask(Task):
             return len(next(iter(batch.values())))  # question answering: a sample has two positions
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
             return len(labels)
-        predicted = _predicted(model, labels)
-        # Fake tensors, with which `paceline plan` measures memory, have no values.
-        return predicted.numel() if isinstance(labels, FakeTensor) else int((predicted != IGNORED).sum())
+        return (_predicted(model, labels) != IGNORED).sum()
 
     # --- what Paceline calls
 
@@ -128,6 +126,7 @@ class TransformersTask(Task):
         # No rank will have the whole model.
         self._isolation_checked = True
         words = torch.ones(1, 8, dtype=torch.int64, device=next(inside.parameters()).device)
+        self._ends_with_head = self._is_head_last(inside, words)
         packed = {"input_ids": words, "position_ids": torch.arange(4, device=words.device).repeat(1, 2)}
         try:
             _require_isolation(inside, packed, _arguments(inside, packed))
@@ -142,7 +141,9 @@ class TransformersTask(Task):
         outputs, loss = self._forward(model, batch)
         values: dict[str, Any] = {"loss": (loss.sum, loss.weight)}
         labels, logits = batch.get("labels"), outputs.get("logits")
-        if isinstance(labels, torch.Tensor) and isinstance(logits, torch.Tensor):
+        if self._ends_with_head and logits is not None:
+            values["accuracy"] = (logits[0, 0, 1], loss.weight)
+        elif isinstance(labels, torch.Tensor) and isinstance(logits, torch.Tensor):
             expected = _predicted(_inside(self, model), labels)
             said = logits.argmax(dim=-1)
             said = said[..., : expected.shape[-1]] if expected.dim() > 1 else said
@@ -150,6 +151,9 @@ class TransformersTask(Task):
                 counts = expected != IGNORED
                 values["accuracy"] = ((said == expected)[counts].sum(), counts.sum())
         return values
+
+    def _is_head_last(self, model: PreTrainedModel, words: Any) -> bool:
+        return type(self).loss_weight is TransformersTask.loss_weight and _ends_with_head(model, words)
 
     def _forward(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, Loss]:
         inside = _inside(self, model)
@@ -159,6 +163,11 @@ class TransformersTask(Task):
             _require_isolation(inside, batch, arguments)
         if self._isolation_error is not None and _is_packed(batch):
             raise self._isolation_error
+        if self._ends_with_head is None:
+            self._ends_with_head = self._is_head_last(inside, batch.get("input_ids"))
+        if self._ends_with_head and isinstance(batch.get("labels"), torch.Tensor):
+            outputs = _call_with_loss(model, inside, arguments)
+            return outputs, Loss(outputs["logits"][0, 0, 0], self.loss_weight(inside, batch))
         outputs = model(**arguments)
         mean = outputs.get("loss")
         if mean is None:
@@ -166,10 +175,72 @@ class TransformersTask(Task):
                 f"{type(inside).__name__} returned no loss: the batch has {', '.join(batch)}. Have the "
                 'collator or the dataset give "labels", or define loss() in the task.'
             )
-        weight = self.loss_weight(inside, batch)
-        # The mean over no labels is NaN.
-        total = mean * weight if weight else outputs["logits"].sum() * 0.0
-        return outputs, Loss(total, float(weight))
+        weight = torch.as_tensor(self.loss_weight(inside, batch), device=mean.device)
+        # The mean over no labels is NaN; its gradients are 0.
+        return outputs, Loss(torch.where(weight > 0, mean, 0.0) * weight, weight)
+
+
+def _call_with_loss(model: nn.Module, inside: PreTrainedModel, arguments: Mapping[str, Any]) -> Any:
+    """Call a causal model whose head returns :func:`~paceline_lm.token_loss.summed_loss` in place of the logits.
+
+    The head is called within the model, where a strategy has its weights.
+    """
+    head = inside.get_output_embeddings()
+    targets = nn.functional.pad(arguments["labels"][..., 1:], (0, 1), value=IGNORED)
+    is_whole = False
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal is_whole
+        is_whole = not has_chunks(head, hidden)
+        return nn.Linear.forward(head, hidden) if is_whole else summed_loss(head, hidden, targets)
+
+    head.forward = forward
+    try:
+        outputs = model(**{name: value for name, value in arguments.items() if name != "labels"})
+    finally:
+        del head.forward
+    if is_whole:
+        outputs["logits"] = loss_of_logits(outputs["logits"], targets)
+    return outputs
+
+
+def _ends_with_head(model: PreTrainedModel, words: Any) -> bool:
+    """Return whether a model's loss is the cross entropy of the next token, and its logits what a linear head returns.
+
+    Other logits are scaled, capped, or come from several heads. All ranks decide alike, without the batch's values.
+    """
+    head = model.get_output_embeddings()
+    if (
+        not isinstance(head, nn.Linear)
+        or type(head).forward is not nn.Linear.forward  # such as with adapters
+        or "forward" in vars(head)
+        or model.loss_function is not ForCausalLMLoss
+        or model.config.is_encoder_decoder
+        or getattr(model.config, "output_router_logits", False)
+        or not isinstance(words, torch.Tensor)
+        or words.dim() != 2
+        or any(parameter.is_meta for parameter in model.parameters())
+    ):
+        return False
+    returned: list[Any] = []
+    hook = head.register_forward_hook(lambda module, given, output: returned.append(output))
+    try:
+        logits = _call_in_evaluation(model, input_ids=words[:1, :2], use_cache=False)
+    finally:
+        hook.remove()
+    return len(returned) == 1 and logits is returned[0]
+
+
+def _call_in_evaluation(model: PreTrainedModel, **arguments: Any) -> Any:
+    """Return a model's logits, without dropout."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            return model(**arguments).get("logits")
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _arguments(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,14 +273,7 @@ def _require_isolation(model: PreTrainedModel, batch: Mapping[str, Any], argumen
     restarting = torch.arange(words.shape[1], device=words.device) % half  # an odd length has a document of one word
     options = {name: restarting[None] if name == "position_ids" else value for name, value in arguments.items()}
     options = {name: value for name, value in options.items() if name in ("position_ids", "use_cache")}
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            logits, after_others = (model(input_ids=ids, **options).get("logits") for ids in (words, others))
-    finally:
-        for module in training:
-            module.training = True
+    logits, after_others = (_call_in_evaluation(model, input_ids=ids, **options) for ids in (words, others))
     if not _is_packed(batch) or logits is None or logits.dim() != 3 or logits.shape[1] != words.shape[1]:
         return
     second, difference = logits[:, half:].float(), (logits - after_others)[:, half:].float()
