@@ -123,6 +123,12 @@ class RunConfig:
         """Return the options that differ from their defaults, as given, in the order of the fields."""
         return {name: self.values[name] for name, its in all_options().items() if self.values[name] != its.default}
 
+    @cached_property
+    def _acting(self) -> tuple[OptionGroup, ...]:
+        changed = self.non_defaults().keys()
+        groups = self._groups.values()
+        return tuple(each for each in groups if each.acts_by_default or changed & each.__dataclass_fields__.keys())
+
     @property
     def strategies(self) -> tuple[str, ...]:
         """The active strategies: one, or one per axis of the mesh."""
@@ -142,7 +148,7 @@ class RunConfig:
     @cached_property
     def changes(self) -> Changes:
         """What all groups together change in the training."""
-        of_groups = [group.changes(self) for group in self._groups.values()]
+        of_groups = [group.changes(self) for group in self._acting]
         return Changes(
             strategy=next((each.strategy for each in of_groups if each.strategy), None),
             reducer=next((each.reducer for each in of_groups if each.reducer), None),
@@ -210,7 +216,7 @@ class RunConfig:
                 raise ConfigError(f"give {flag(name)} or {flag(its.replaces)}, not both.")
         for name, own in changed.items():
             self._check_requirement(name, own)
-        for group in self._groups.values():
+        for group in self._acting:
             group.check(self)
 
     def _check_requirement(self, name: str, own: object) -> None:

@@ -444,6 +444,8 @@ _microbatch_option = partial(option, group="Parallelism", resume="fixed", bits="
 class ParallelOptions(OptionGroup):
     """Options of the split of the work."""
 
+    acts_by_default = True  # other groups' options can take away what the strategy needs
+
     strategy: str = option(
         "auto",
         "How to divide the work over the processes. auto: single for one process, else ddp if the model "

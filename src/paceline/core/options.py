@@ -465,7 +465,12 @@ class Changes:
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)  # each method that is made takes time
 class OptionGroup:
-    """Options of one subject: a frozen dataclass, in a module without torch; :func:`option` makes its fields."""
+    """Options of one subject: a frozen dataclass, in a module without torch; :func:`option` makes its fields.
+
+    A group whose options all have their defaults is not asked what it rejects or changes, unless it acts by default.
+    """
+
+    acts_by_default = False
 
     def check(self, config: RunConfig) -> None:
         """Reject combinations, with each other or with other groups' options, that do not work.

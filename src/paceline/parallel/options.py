@@ -129,6 +129,8 @@ def parse_split(text: str) -> Split:
 class PipelineOptions(OptionGroup):
     """Options of ``--strategy pp``."""
 
+    acts_by_default = True
+
     pp_schedule: Schedule = option(
         "1f1b",
         "With --strategy pp: the order of forwards and backwards. sequential: one micro-batch at a time, as plain "

@@ -31,7 +31,6 @@ from paceline.data.saved_order import require_same_order, save_order
 from paceline.parallel.strategy_selection import choose_strategy
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import has_tensorboard
-from paceline.runs.trackers import require
 from paceline.torch_internals import describe_untested
 from paceline.training.control import StopSignals
 from paceline.training.preparation import InitialWeights
@@ -99,7 +98,10 @@ def setup_run(
             )
         # Recorded, and so the same if the run continues from another directory.
         config = config.replace(backup_to=str(Path(config.records.backup_to).absolute()))
-    require(config.records.log_to)
+    if config.records.log_to:
+        from paceline.runs.trackers import require
+
+        require(config.records.log_to)
     configure_numerics(config, threads, device)
     walltime_s = config.recovery.walltime
     run = RunContext(

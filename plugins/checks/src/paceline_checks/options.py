@@ -19,6 +19,8 @@ _check_option = partial(option, group="Recovery", bits="never", scope="recovery"
 class CheckOptions(OptionGroup):
     """Options of the checks that a run makes while it trains."""
 
+    acts_by_default = True
+
     sdc_check_every: int = _check_option(
         0,
         "Every N steps, compute one micro-batch's gradient on a second rank too and compare the bits; name and "

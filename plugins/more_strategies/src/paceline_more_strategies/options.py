@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class LoadBalanceOptions(OptionGroup):
     """Options of the work split."""
 
+    acts_by_default = True
+
     load_balance: Literal["auto", "equal"] = option(
         "auto",
         "How to split the micro-batches over processes. auto: by measured speed if a process is clearly slower "
