@@ -204,6 +204,24 @@ def test_a_store_that_fails_stops_no_training(
     assert sha("runs/b") == sha("runs/a")
 
 
+@pytest.mark.cold
+def test_a_stopped_run_waits_for_its_last_upload(
+    run_processes: Processes, aws: Any, faults: Faults, wait_until: Callable[..., None]
+) -> None:
+    words = [sys.executable, "-m", "paceline", "train", f"{TASK}:Slow", "--max-steps", "30", "--eval-every", "never"]
+    words += ["--threads", "1", "--backup-to", "s3://bucket/run1", "--run-dir", "runs/a"]
+    popen = run_processes.start(words, env={"WAIT_FOR": "go"})
+    wait_until(lambda: any("writer.json" in key for key in keys(aws)), "the claim")
+    faults("error", "PUT /bucket/run1/checkpoints/.*model", 1)  # it is repeated
+    popen.send_signal(signal.SIGTERM)
+    Path("go0").touch()
+    ended = run_processes.finish(popen)
+    assert ended.returncode == 75, ended.stderr
+    assert [event["step"] for event in events("runs/a", "backup")] == [1], ended.stderr
+    assert "s3://bucket/run1 has the checkpoint of step 1." in ended.stderr
+    assert any(key.endswith("manifest.json") for key in keys(aws))
+
+
 def test_data_by_address_is_downloaded_once_and_whole(
     aws: Any, faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

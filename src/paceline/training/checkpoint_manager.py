@@ -12,7 +12,13 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import CheckpointError, CheckpointWriteError, PacelineError, RunDirectoryWriteError
+from paceline.core.errors import (
+    CheckpointError,
+    CheckpointWriteError,
+    PacelineError,
+    RunDirectoryWriteError,
+    StopRequested,
+)
 from paceline.data.ledger import LedgerEntry, LedgerWriter, last_recorded_version, superseded_at
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import equal_work_split
@@ -33,6 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 _BACKUP_END_S = 60.0  # how long the run's end waits for its last backup
+_BACKUP_STOP_S = 5.0  # how long a stop does: launchers kill after 10 s, and the checkpoint was written before
 
 
 @contextmanager
@@ -50,6 +57,8 @@ def open_checkpointer(run: RunContext) -> Iterator[Checkpointer]:
 
     def copied(info: CheckpointInfo) -> None:
         run.directory.append_event("backup", step=info.step, version=info.state_version)
+        if patience_s:
+            _log.info("%s has the checkpoint of step %d.", run.config.records.backup_to, info.step)
 
     def failed(error: PacelineError, info: CheckpointInfo) -> None:
         run.directory.append_event("backup failed", step=info.step, error=str(error))
@@ -59,7 +68,10 @@ def open_checkpointer(run: RunContext) -> Iterator[Checkpointer]:
     patience_s = 0.0
     try:
         yield checkpointer
-        patience_s = _BACKUP_END_S  # a stop or an error does not wait for another disk
+        patience_s = _BACKUP_END_S  # an error does not wait for another disk
+    except StopRequested:
+        patience_s = _BACKUP_STOP_S
+        raise
     finally:
         try:
             checkpointer.close()
