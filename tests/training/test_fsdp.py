@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from tests.training.states import newest
 from torch import nn
 
 from paceline.core.errors import ConfigError
-from paceline.parallel.wrap_units import exclude_tied, wrap_units
+from paceline.parallel.microbatches import compile_model
+from paceline.parallel.wrap_units import exclude_tied, model_blocks, wrap_units
 
 pytestmark = pytest.mark.matrix
 
@@ -213,6 +216,28 @@ def test_which_modules_are_blocks() -> None:
         wrap_units(model, "Conv2d")
 
 
+def test_no_part_of_a_block_is_a_unit_by_default() -> None:
+    large = [nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000)) for _ in range(2)]
+    model = nn.Sequential(nn.Embedding(1000, 1000), nn.Sequential(*large), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    assert model_blocks(model) == [*large, model[2]]
+    assert wrap_units(model, "auto") == [model[0], *large]
+    assert wrap_units(model, "1M")[:3] == [model[0], large[0][0], large[0][1]]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of Dynamo
+def test_a_block_of_a_model_is_compiled_with_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)))
+    compiled = compile_model(copy.deepcopy(plain))
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    again = copy.deepcopy(compiled)
+    for parameter in compiled.parameters():
+        nn.init.zeros_(parameter)
+    points = torch.randn(2, 3)
+    assert torch.equal(again(points), plain(points))
+    assert not compiled(points).any()
+
+
 def test_what_shares_a_parameter_is_gathered_together() -> None:
     model = nn.Sequential(nn.Embedding(10, 4), nn.Sequential(nn.Linear(4, 10), nn.Linear(4, 10)), nn.Linear(4, 10))
     model[2].weight = model[0].weight
@@ -233,7 +258,7 @@ def test_what_shares_a_module_is_gathered_around_it() -> None:
     ("options", "message"),
     [
         (("--nproc", "1"), "--strategy fsdp shards a model over processes, but there is only one"),
-        (("--nproc", "2", "--compile"), "--compile does not work with --strategy fsdp"),
+        (("--nproc", "2", "--compile"), "--compile compiles a model's blocks, but --strategy fsdp finds none"),
         (("--nproc", "2", "--fsdp-mixed-precision"), "--fsdp-mixed-precision needs --precision bf16 or fp16"),
         (("--nproc", "2", "--reduction", "ddp"), "With --strategy fsdp use exact or allreduce"),
         (("--nproc", "2", "--fsdp-wrap", "Block"), "the model has no module of class Block. It has: "),

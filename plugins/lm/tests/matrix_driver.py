@@ -1,7 +1,8 @@
 """Trains one small model after another in this process, as a rank where the environment says so.
 
 ``python matrix_driver.py JOBS.json``, where a job has the ``kind`` of model and the ``options`` of ``paceline.fit``;
-``kill_at`` ends the process in that step. Prints a JSON line a job: its ``result.json``, or an error.
+``kill_at`` ends the process in that step, and ``backend`` is one of ``torch.compile``. Prints a JSON line a job: its
+``result.json``, or an error.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from plugins.lm.tests.causal_models import Causal
 from tests.zoo.driver import kill_in_step
 
@@ -21,6 +24,8 @@ from paceline.core.errors import UserError
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
     options = job["options"]
+    if job.get("backend"):
+        torch.compile = partial(torch.compile, backend=job["backend"])  # type: ignore[assignment]
     if job.get("kill_at"):
         kill_in_step(Causal, job["kill_at"], Path(options["run_dir"], "checkpoints"))
     try:

@@ -83,6 +83,18 @@ def test_an_architecture_has_the_bits_of_one_process_or_is_refused(
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize(("kind", "block"), [("llama", "LlamaDecoderLayer"), ("gpt2", "GPT2Block")])
+def test_compiled_blocks_have_the_same_bits_under_fsdp(
+    run_processes: Processes, tmp_path: Path, kind: str, block: str
+) -> None:
+    options, backend = {"compile": True}, "aot_eager"  # inductor takes a minute
+    (one,) = train(run_processes, tmp_path, 1, [job(kind, tmp_path / "one", options, backend=backend)])
+    sharded = {**options, "strategy": "fsdp", "fsdp_wrap": block}
+    (two,) = train(run_processes, tmp_path, 2, [job(kind, tmp_path / "two", sharded, backend=backend)])
+    assert verdict(two, one) == "equal"
+
+
+@pytest.mark.matrix
 def test_a_killed_run_continues_with_the_same_bits_on_more_processes(run_processes: Processes, tmp_path: Path) -> None:
     kinds, options = ("cohere", "t5", "mixtral"), {"strategy": "fsdp", "checkpoint_every": "1steps"}
     alone = train(run_processes, tmp_path, 1, [job(kind, tmp_path / f"{kind}-1") for kind in kinds])

@@ -101,7 +101,12 @@ class TrainingOptions(OptionGroup):
         maximum=1,
         exclusive=True,
     )
-    compile: bool = _training_option(False, "Compile the model with torch.compile.", needs="compile", fingerprint=True)
+    compile: bool = _training_option(
+        False,
+        "Compile the model's blocks, or else the model, with torch.compile.",
+        needs="compile",
+        fingerprint=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
@@ -403,7 +408,7 @@ STRATEGIES = {
     "single": Traits(elastic=True),
     "ddp": Traits(reductions=("exact", "allreduce", "ddp"), elastic=True),
     "zero1": Traits(shards_state=True, supports=ALL_CAPABILITIES - {"spares"}),
-    "fsdp": Traits(shards_state=True, supports=frozenset({"ema", "recompute", "lockstep"})),
+    "fsdp": Traits(shards_state=True, supports=frozenset({"compile", "ema", "recompute", "lockstep"})),
     "tp": Traits(shards_state=True, supports=frozenset({"recompute", "lockstep"})),
     "pp": Traits(shards_state=True, supports=frozenset({"lockstep"})),
 }

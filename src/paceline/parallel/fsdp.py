@@ -23,7 +23,7 @@ from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.sharded_state import clip_gradients, distributed_part, gather_full, is_distributed, shard_of
 from paceline.parallel.strategy import AMP_DTYPES, MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims, World
-from paceline.parallel.wrap_units import exclude_tied, wrap_units
+from paceline.parallel.wrap_units import exclude_tied, model_blocks, wrap_units
 from paceline.torch_internals import (
     ConvNd,
     ReduceScatter,
@@ -193,7 +193,6 @@ class ReduceScatterOverReplicas(_PlainMemoryReduceScatter):
 # Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 
 
-AUTO_WRAP = "1M"
 _CAST = (nn.Linear, nn.Bilinear, ConvNd)
 """The modules of which autocast casts all parameters."""
 _OF_WHOLE_PARAMETERS = (optim.Adafactor, optim.Muon, optim.Rprop, optim.SparseAdam)
@@ -215,7 +214,6 @@ class FullyShard:
             )
         self._mesh = mesh
         self._config = config
-        self._wrap = AUTO_WRAP if config[FsdpOptions].fsdp_wrap == "auto" else config[FsdpOptions].fsdp_wrap
 
     def place(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         module, late = build_deferred(build)
@@ -274,7 +272,7 @@ class FullyShard:
 
     def _units(self, module: nn.Module) -> list[nn.Module]:
         """Return the wrap units, inner ones first; other parameters are gathered with the model."""
-        chosen = {id(block) for block in wrap_units(module, self._wrap)}
+        chosen = {id(block) for block in wrap_units(module, self._config[FsdpOptions].fsdp_wrap)}
         if self._config[FsdpOptions].fsdp_mixed_precision:
             chosen |= {
                 id(child) for child in module.modules() if not isinstance(child, _CAST) and _holds_parameters(child)
@@ -339,6 +337,22 @@ def _require_shardable(module: nn.Module) -> None:
             )
 
 
+def _require_compilable(module: nn.Module) -> None:
+    """Reject units inside of a block: a compiled forward would not call the hooks that gather them.
+
+    Raises:
+        ConfigError: there are some, or no blocks.
+    """
+    blocks = model_blocks(module)
+    inner = (part for block in blocks for part in block.modules() if part is not block)
+    if not blocks or any(isinstance(part, FSDPModule) for part in inner):
+        reason = "gathers modules inside of them" if blocks else "finds none, a list of composed modules, in this one"
+        raise ConfigError(
+            f"--compile compiles a model's blocks, but --strategy fsdp {reason}. Leave out "
+            f"{'--fsdp-wrap and --fsdp-mixed-precision' if blocks else '--compile'}, or use --strategy zero1."
+        )
+
+
 def _holds_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
@@ -355,6 +369,8 @@ class FSDP(ExternalReduceStrategy):
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
+        if options.config.training.compile:
+            _require_compilable(module)
         num_microbatches = sum(options.work_split)
         plan = ReductionPlan(num_microbatches, mesh.data.world_size, interleaved=True)
         super().__init__(module, mesh, plan, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from paceline.parallel.sharded_state import local_shard
 from paceline.parallel.strategy import MicrobatchWork, ParameterLayout, Replicated, StrategyOptions
 from paceline.parallel.transports import Transport
 from paceline.parallel.world import ParallelDims
+from paceline.parallel.wrap_units import model_blocks
 from paceline.torch_internals import call_after_backward, foreach_div_
 
 
@@ -194,12 +196,16 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def compile_model(module: nn.Module) -> nn.Module:
-    """Return the module, to be compiled on its first call.
+    """Return the module, each of whose blocks, or which itself if it has none, is compiled on its first call.
 
     One graph serves all sizes. By default torch compiles the first size that it sees for that size alone, and all later
     ones with symbolic sizes, so that results depend on the micro-batches that a rank happened to get first.
     """
-    wrapped = torch.compile(module, dynamic=True)
+    blocks = model_blocks(module)
+    for block in blocks:
+        # Without its hooks, which gather the parameters under fsdp; bound, so that a deep copy uses its own parameters.
+        block.__dict__["forward"] = MethodType(torch.compile(type(block).forward, dynamic=True), block)
+    wrapped = module if blocks else torch.compile(module, dynamic=True)
     assert isinstance(wrapped, nn.Module)
     return wrapped
 

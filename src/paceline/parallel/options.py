@@ -24,7 +24,7 @@ class FsdpOptions(OptionGroup):
     fsdp_wrap: str = _fsdp_option(
         "auto",
         "With --strategy fsdp: which modules to gather as one: class names with commas, a minimum number "
-        "of parameters (auto: 1M), or whole.",
+        "of parameters, or whole. auto: 1M, and no part of a block.",
     )
     fsdp_reshard: Literal["auto", "always", "never"] = _fsdp_option(
         "auto",

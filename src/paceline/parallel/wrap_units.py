@@ -6,7 +6,7 @@ import random
 import re
 import types
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ def wrap_units(module: nn.Module, wrap: str, option: str = "--fsdp-wrap") -> lis
 
     Args:
         wrap: "whole", comma-separated class names, or a number of parameters such as 1M: the smallest modules with at
-            least that many.
+            least that many. "auto": the same for 1M, where a block counts as one module.
         option: the option that set ``wrap``, for messages.
 
     Raises:
@@ -41,6 +41,8 @@ def wrap_units(module: nn.Module, wrap: str, option: str = "--fsdp-wrap") -> lis
     """
     if wrap == "whole":
         return []
+    if wrap == "auto":
+        return _by_size(module, 10**6, model_blocks(module))
     size = re.fullmatch(r"(\d+)([KMG]?)", wrap)
     if size:
         return _by_size(module, int(size[1]) * _UNITS[size[2]])
@@ -79,8 +81,9 @@ def model_blocks(module: nn.Module) -> list[nn.Module]:
     fsdp, activation checkpointing, ``--compile``, pipelines and ``plan`` use the same.
     """
     named = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
-    units = [child for child in repeated_units(module) if type(child).__name__ in named]
-    return units or repeated_units(module)
+    units = repeated_units(module)
+    # A class that fsdp has derived from the model's has another name.
+    return [unit for unit in units if named & {kind.__name__ for kind in type(unit).__mro__}] or units
 
 
 def exclude_tied(module: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
@@ -109,13 +112,15 @@ def _count_uses(module: nn.Module) -> Counter[int]:
     return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
-def _by_size(module: nn.Module, least: int) -> list[nn.Module]:
-    """Return the smallest modules with at least ``least`` parameters outside of inner units."""
+def _by_size(module: nn.Module, least: int, blocks: Sequence[nn.Module] = ()) -> list[nn.Module]:
+    """Return the smallest modules with at least ``least`` parameters outside of inner units, and none in a block."""
     units: list[nn.Module] = []
+    undivided = {id(block) for block in blocks}
 
     def visit(parent: nn.Module, is_root: bool) -> int:
-        remaining = sum(parameter.numel() for parameter in parent.parameters(recurse=False))
-        remaining += sum(visit(child, False) for child in parent.children())
+        is_divided = id(parent) not in undivided
+        remaining = sum(parameter.numel() for parameter in parent.parameters(recurse=not is_divided))
+        remaining += sum(visit(child, False) for child in parent.children()) if is_divided else 0
         # Containers without a forward are never called.
         if is_root or remaining < least or isinstance(parent, _NEVER_CALLED):
             return remaining

@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from paceline.core.errors import ConfigError, DataError, TaskError, UserError
 from paceline.core.task import Loss, Task
 from paceline.data.stream import as_stream
-from paceline.parallel.fsdp import AUTO_WRAP
 from paceline.parallel.tp_autoplan import infer_tp_plan
 from paceline.parallel.wrap_units import exclude_tied, wrap_units
 from paceline.torch_internals import FakeTensorMode, tree_leaves, tree_map_only
@@ -249,7 +248,7 @@ def _measure(
         if found is None:
             return measured
         # Of the whole: fsdp counts what layers have on all ranks.
-        inner = exclude_tied(module, wrap_units(module, AUTO_WRAP))
+        inner = exclude_tied(module, wrap_units(module, "auto"))
         try:
             with found.applied(module):
                 halved = _halved(task, module, batch, microbatch, anatomy, found, inner)
@@ -283,7 +282,7 @@ def _dissect(
     state = [leaf for optimizer in optimizers for leaf in _tensors(optimizer.state)]
     whole = _part(
         module,
-        exclude_tied(module, wrap_units(module, AUTO_WRAP)),
+        exclude_tied(module, wrap_units(module, "auto")),
         traces,
         optimizer_bytes=nbytes(state),
         optimizer_temporary=max(0, live.peak - live.now),
