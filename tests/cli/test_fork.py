@@ -7,17 +7,24 @@ import math
 import os
 import shutil
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.cli.faulty import Paceline, assert_refused, sha256
 from tests.processes import Processes
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim import lr_scheduler as schedules
 
 from paceline.core.files import read_json_lines
 from paceline.data.audit import audit
+from paceline.runs.checkpoint_state import scheduler_state
 from paceline.runs.checkpoint_store import copy
 from paceline.runs.directory import RunDirectory
+from paceline.training.state import move_scheduler
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("numerics")]
 
@@ -230,6 +237,46 @@ def test_a_fork_may_add_and_remove_a_scheduler(trained: Path, paceline: Paceline
     assert learning_rates(trained.with_name("with")) == pytest.approx(expected)
     removed = {step: annealed[step] if step <= FORKED_AT else 0.1 for step in annealed}
     assert learning_rates(trained.with_name("without")) == pytest.approx(removed)
+
+
+class Halved:
+    """A schedule of a user's own, which keeps its count under a name of its own."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.done = optimizer, 0
+
+    def step(self) -> None:
+        self.done += 1
+        self.optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** (self.done // 2)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda optimizer: schedules.CosineAnnealingLR(optimizer, 9),
+        lambda optimizer: schedules.OneCycleLR(optimizer, 0.5, total_steps=9),
+        lambda optimizer: schedules.SequentialLR(
+            optimizer, [schedules.LinearLR(optimizer, 0.1, total_iters=3), schedules.StepLR(optimizer, 2)], [3]
+        ),
+        lambda optimizer: schedules.ChainedScheduler(
+            [schedules.ConstantLR(optimizer, 0.1, total_iters=3), schedules.ExponentialLR(optimizer, 0.9)]
+        ),
+        Halved,
+    ],
+    ids=["cosine", "one cycle", "sequence", "chain", "own"],
+)
+def test_each_kind_of_schedule_moves_to_where_it_was(build: Callable[[Optimizer], Any]) -> None:
+    optimizers = [SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9) for _ in range(2)]
+    stepped, as_built = map(build, optimizers)
+    for _ in range(5):
+        optimizers[0].step()
+        stepped.step()
+    move_scheduler(as_built, scheduler_state(stepped), 5)
+    assert optimizers[1].param_groups[0]["lr"] == optimizers[0].param_groups[0]["lr"]
+    assert as_built.state_dict() == stepped.state_dict()
 
 
 def test_a_fork_has_the_same_bits_on_any_number_of_processes(

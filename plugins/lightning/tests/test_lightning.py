@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import sys
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, Wei
 
 import paceline
 import paceline_lightning
-from paceline.core.task import RunSchedule
+from paceline.core.task import RankInfo, RunSchedule
 from paceline.core.task_loading import build_task, load_task_class, task_fields
 from paceline_lightning.metrics import LoggedValue, StepLog
 from paceline_lightning.task import LightningTask
@@ -220,6 +221,85 @@ def test_loaders_of_the_module_with_workers_and_two_schedules(run_processes: Any
         if step == 4:
             by_epochs.step()
     assert rates == expected
+
+
+def schedules_of(lit: Any, total_steps: int) -> Any:
+    """One by steps and one by epochs, as a run of this length builds them."""
+    task = lit.Loaded()
+    module = task.build_model()
+    task.build_callback(module, RunSchedule(total_steps=total_steps, steps_per_epoch=5, epochs=total_steps // 5))
+    return task.build_scheduler(task.build_optimizer(module), total_steps)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
+def test_a_longer_run_continues_each_schedule_in_its_interval(lit: Any) -> None:
+    short, longer, straight = schedules_of(lit, 10), schedules_of(lit, 20), schedules_of(lit, 20)
+    for schedule in (short, straight):
+        for step in range(10):
+            schedule.batch_idx = step % 5
+            schedule.step()
+            if step % 5 == 4:
+                schedule.on_epoch_end(step // 5, {})
+    longer.move_to(short.state_dict(), 10)
+    by_steps, by_epochs = longer.state_dict()["_schedulers"]
+    assert (by_steps["last_epoch"], by_epochs["last_epoch"]) == (10, 2)
+    assert by_steps["total_steps"] == straight.state_dict()["_schedulers"][0]["total_steps"] == 20
+    with pytest.raises(ValueError, match="holds 1 schedulers, and the module has 2"):
+        longer.move_to({"_schedulers": [{}]}, 10)
+
+
+def attached(task: LightningTask, directory: Path, *, trains: bool) -> Any:
+    session = task.build_callback(task.build_model(), RunSchedule(total_steps=4, steps_per_epoch=2, epochs=2))
+    alone = RankInfo(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        device=torch.device("cpu"),
+        directory=directory,
+        log_every=1,
+        gather=lambda value: [value],
+        trains=trains,
+    )
+    session.attach(alone, step=0, epoch=0)
+    return session
+
+
+def test_a_model_that_is_only_evaluated_has_no_tracker(lit: Any, tmp_path: Path) -> None:
+    session = attached(lit.Classified(), tmp_path, trains=False)
+    session.module.logger.experiment.add_text("a hook's own", "value")
+    session.close()
+    assert list(tmp_path.iterdir()) == []
+    session = attached(lit.Classified(), tmp_path, trains=True)
+    session.close()
+    assert list(tmp_path.iterdir()) != []
+
+
+class Average(pl.Callback):
+    """As many write it: the average is nowhere but here."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.of, self.average = module, copy.deepcopy(module.model)
+
+
+class SavedAverage(Average):
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.average.state_dict())
+
+
+def test_a_callback_whose_weights_no_checkpoint_has_is_named(
+    lit: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class WithAverages(lit.Classified):  # type: ignore[name-defined, misc]
+        def build_callbacks(self) -> list[pl.Callback]:
+            return [Average(), SavedAverage()]
+
+    session = attached(WithAverages(), tmp_path, trains=True)
+    for _ in range(2):
+        session.state_dict()
+    session.close()
+    assert [record.getMessage().partition(" and has")[0] for record in caplog.records] == [
+        "the callback Average keeps weights (average)"
+    ]
 
 
 def test_a_task_in_one_line_has_the_arguments_as_its_fields(lit: Any) -> None:

@@ -270,6 +270,7 @@ class RankInfo:
         device: where the model is.
         directory: the run's.
         log_every: steps between two records.
+        trains: whether it trains; else a trained model is evaluated, and nothing that a callback records is kept.
         gather: returns every rank's value (JSON types), by rank. It is a collective, and raises ``PeerLostError`` if a
             rank is lost.
     """
@@ -281,6 +282,7 @@ class RankInfo:
     directory: Path
     log_every: int
     gather: Callable[[Any], list[Any]]
+    trains: bool = True
 
 
 class Callback:

@@ -293,4 +293,5 @@ def _alone(run: RunContext, scratch: Path) -> RankInfo:
         directory=scratch,
         log_every=run.config.records.log_every,
         gather=lambda value: [value],
+        trains=False,
     )

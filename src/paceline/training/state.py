@@ -447,7 +447,7 @@ class TrainingState:
             if isinstance(scheduler, ReduceLROnPlateau):  # which follows the evaluations, not the steps
                 schedulers[name] = saved or scheduler_state(scheduler)
             else:
-                move_scheduler(scheduler, saved["last_epoch"] if saved else state["progress"]["step"])
+                move_scheduler(scheduler, saved, state["progress"]["step"])
                 schedulers[name] = scheduler_state(scheduler)
         for name, optimizer in self.optimizers.items():
             groups = [
@@ -458,13 +458,23 @@ class TrainingState:
         return {**state, "optimizers": optimizers, "schedulers": schedulers}
 
 
-def move_scheduler(scheduler: Any, steps: int) -> None:
-    """Move a schedule that is as built to where it is after some steps."""
+def move_scheduler(scheduler: Any, saved: Mapping[str, Any] | None, steps: int) -> None:
+    """Move a schedule that is as built to where another has come; one with ``move_to`` does so itself.
+
+    Args:
+        saved: the other's state; None: there was none.
+        steps: of the run, for schedules that do not count their own.
+    """
+    if hasattr(scheduler, "move_to"):
+        scheduler.move_to(saved, steps)
+        return
+    while saved and "last_epoch" not in saved and saved.get("_schedulers"):  # ChainedScheduler
+        saved = saved["_schedulers"][0]
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "Detected call of `lr_scheduler.step", UserWarning
         )  # no optimizer has stepped
-        for _ in range(steps):
+        for _ in range((saved or {}).get("last_epoch", steps)):
             scheduler.step()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning.pytorch.core.optimizer import (
     _validate_optimizers_attached,
     _validate_scheduler_api,
 )
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -32,7 +34,10 @@ from torchmetrics import Metric
 from paceline.core.errors import TaskError
 from paceline.core.task import BatchInfo, Callback, RankInfo, RunSchedule
 from paceline.runs.rank_log import silence_loggers_and_warnings
+from paceline.training.state import move_scheduler
 from paceline_lightning.metrics import LoggedValue, MetricRecorder, StepLog, checked, named
+
+_log = logging.getLogger(__name__)
 
 # --- What of Lightning cannot be kept where a step is shared by any number of ranks, and what to use
 #     instead
@@ -185,6 +190,25 @@ class Schedulers:
         """Take over what :meth:`state_dict` gave."""
         for config, inner in zip(self._configs, state["_schedulers"], strict=True):
             config.scheduler.load_state_dict(inner)
+
+    def move_to(self, saved: Mapping[str, Any] | None, steps: int) -> None:
+        """Move schedulers that are as built to where those of another run have come.
+
+        Args:
+            saved: what :meth:`state_dict` gave there.
+            steps: of that run.
+
+        Raises:
+            ValueError: it had another number of schedulers.
+        """
+        inner = [] if saved is None else saved["_schedulers"]
+        if len(inner) != len(self._configs):
+            raise ValueError(f"it holds {len(inner)} schedulers, and the module has {len(self._configs)}")
+        for config, state in zip(self._configs, inner, strict=True):
+            if config.reduce_on_plateau:  # which follows the evaluations, not the steps
+                config.scheduler.load_state_dict(state)
+            else:
+                move_scheduler(config.scheduler, state, steps)
 
 
 # --- The ``Trainer`` that a module and its callbacks see: it says where the run stands, and trains nothing
@@ -413,6 +437,7 @@ class LightningBridge(Callback):
         self._to_loggers: dict[str, float] = {}
         self._of_hooks: dict[str, float] = {}
         self._closed = False
+        self._has_warned = False
         self._rank_before = rank_zero_only.rank
         self._adopt(module)
         # At setup they choose the hook in which they read the metric, but the trainer has no plan yet.
@@ -530,7 +555,8 @@ class LightningBridge(Callback):
         self.trainer.stand_at(step=step, epoch=epoch)
         if not first:
             return
-        self.trainer.loggers = list(self._build_loggers(group.directory))
+        # A tracker would show a run for each time that a trained model is loaded; hooks may call their logger, though.
+        self.trainer.loggers = list(self._build_loggers(group.directory)) if group.trains else [DummyLogger()]
         for logger in self.trainer.loggers:
             if self.module.hparams:
                 logger.log_hyperparams(self.module.hparams)
@@ -626,6 +652,7 @@ class LightningBridge(Callback):
         callbacks = {each.state_key: each.state_dict() for each in self.trainer.callbacks}
         kept_anyway = self._checkpoint()
         checkpoint = dict(kept_anyway)
+        self._warn_of_unsaved()
         self.module.on_save_checkpoint(checkpoint)
         for callback in self.trainer.callbacks:
             callback.on_save_checkpoint(self.trainer, self.module, checkpoint)
@@ -645,6 +672,28 @@ class LightningBridge(Callback):
                 callback.load_state_dict(state["callbacks"][callback.state_key])
             callback.on_load_checkpoint(self.trainer, self.module, checkpoint)
         self.module.on_load_checkpoint(checkpoint)
+
+    def _warn_of_unsaved(self) -> None:
+        """Say once which callbacks keep copies of weights that no checkpoint would have."""
+        if self._has_warned or not self.trainer.is_global_zero:
+            return
+        self._has_warned = True
+        own = set(self.module.modules())
+        for callback in self.trainer.callbacks:
+            kind = type(callback)
+            if (
+                kind.state_dict is not pl.Callback.state_dict
+                or kind.on_save_checkpoint is not pl.Callback.on_save_checkpoint
+            ):
+                continue
+            if names := [name for name, value in vars(callback).items() if _is_weights(value, own)]:
+                _log.warning(
+                    "the callback %s keeps weights (%s) and has no state_dict, so after a stop or a fault it begins "
+                    "anew, and its evaluations differ. Give it state_dict and load_state_dict; a moving average of the "
+                    "model is --ema DECAY.",
+                    kind.__name__,
+                    ", ".join(names),
+                )
 
     def _checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint for hooks; changes to it have no effect, because Paceline saves the model."""
@@ -704,6 +753,13 @@ class LightningBridge(Callback):
             yield
         finally:
             self._where = before
+
+
+def _is_weights(value: Any, own: Collection[nn.Module]) -> bool:
+    """Return whether a value is a module with parameters that is not one of the trained, or tensors by name."""
+    if isinstance(value, nn.Module):
+        return value not in own and any(True for _ in value.parameters())
+    return isinstance(value, Mapping) and any(isinstance(each, torch.Tensor) for each in value.values())
 
 
 def _overrides(hook: str, owner: Any) -> bool:

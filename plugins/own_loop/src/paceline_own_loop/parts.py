@@ -117,9 +117,9 @@ class OwnLoop(Task):
         for label, as_built in parts.schedules.items():
             schedule = parts.state[label]
             if not isinstance(schedule, ReduceLROnPlateau):  # which follows a metric, not the steps
-                done = schedule.last_epoch
+                saved = schedule.state_dict()
                 schedule.load_state_dict(as_built)
-                move_scheduler(schedule, done)
+                move_scheduler(schedule, saved, 0)
 
     def warn_of_other_hyperparameters(self) -> None:
         """Say what the script builds in another way now, since the run keeps what its checkpoint has."""

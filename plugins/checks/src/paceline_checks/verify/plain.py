@@ -220,4 +220,5 @@ def _alone(run: RunContext) -> RankInfo:
         directory=run.directory.path,
         log_every=run.config.records.log_every,
         gather=lambda value: [value],
+        trains=False,
     )
