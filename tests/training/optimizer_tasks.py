@@ -255,9 +255,15 @@ class Parts(Points):
     use: str = "model"
 
     def build_model(self) -> nn.Module:
-        return PartsModel(self.scale).to(
-            memory_format=torch.channels_last if self.channels_last else torch.contiguous_format
-        )
+        model = PartsModel(self.scale)
+        match self.use:
+            case "hook":
+                model.head.weight.register_hook(lambda gradient: 2 * gradient)
+            case "pixel":
+                model.conv = nn.Conv2d(3, 2, 1)
+            case "types":
+                model.head.double()
+        return model.to(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         kind = {"Indexing": Indexing, "OwnState": OwnState}.get(self.optimizer) or getattr(torch.optim, self.optimizer)

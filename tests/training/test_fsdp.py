@@ -82,6 +82,9 @@ OTHER: dict[str, dict[str, Any]] = {
 REFUSED = {
     "scalar": ({"task": "Parts", "fields": {"scale": 0}}, "the parameter 'scale', which is a single number"),
     "channels-last": ({"task": "Parts", "fields": {"channels_last": True}}, "but 'conv.weight' has the strides"),
+    "pixels-last": ({"task": "Parts", "fields": {"channels_last": True, "use": "pixel"}}, "but 'conv.weight' has the"),
+    "hook": ({"task": "Parts", "fields": {"use": "hook"}}, "so the hook on its gradient (register_hook) would never"),
+    "types": ({"task": "Parts", "fields": {"use": "types"}}, "PartsModel has torch.float32 and torch.float64"),
     "Adafactor": ({"task": "Parts", "fields": {"optimizer": "Adafactor"}}, "the optimizer 'main', Adafactor, needs"),
     "Muon": ({"task": "Parts", "fields": {"optimizer": "Muon"}}, "the optimizer 'main', Muon, needs whole ones"),
     "own-muon": ({"task": "Parts", "fields": {"optimizer": "Indexing"}}, "Indexing does not work with sharded"),

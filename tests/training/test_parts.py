@@ -357,10 +357,12 @@ def test_randomness_depends_on_its_purpose_and_on_nothing_before() -> None:
 # --- the state
 
 
-def state_of(task: Task, *, total_steps: int | None = 10, **options: Any) -> TrainingState:
+def state_of(
+    task: Task, *, total_steps: int | None = 10, model: nn.Module | None = None, **options: Any
+) -> TrainingState:
     config, _ = resolve_config(RunConfig(**options), task, 1)
     schedule = RunSchedule(total_steps=total_steps, steps_per_epoch=None)
-    return TrainingState(task, config, nn.Linear(1, 1), torch.device("cpu"), schedule)
+    return TrainingState(task, config, model or nn.Linear(1, 1), torch.device("cpu"), schedule)
 
 
 @dataclass
@@ -411,6 +413,41 @@ def test_a_model_without_shapes_is_refused() -> None:
 
     with pytest.raises(TaskError, match=r"'0\.weight' has no shape yet"):
         build_task_model(Lazy())
+
+
+def test_a_hook_that_would_see_single_micro_batches_is_refused() -> None:
+    @dataclass
+    class Halving(Line):
+        def build_model(self) -> nn.Module:
+            model = nn.Linear(1, 1)
+            model.bias.register_post_accumulate_grad_hook(lambda bias: bias.grad.mul_(0.5))
+            return model
+
+    with pytest.raises(TaskError, match=r"'bias' has a hook by register_post_accumulate_grad_hook"):
+        build_task_model(Halving())
+
+
+class Noting(nn.Linear):
+    """Has a state that is not a tensor."""
+
+    note: Any = "first"
+
+    def get_extra_state(self) -> Any:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state["note"]
+
+
+def test_a_module_may_have_a_state_that_is_not_a_tensor() -> None:
+    state, other = state_of(Line(), model=Noting(1, 1)), state_of(Line(), model=Noting(1, 1))
+    state.module.note = "second"
+    state.require_storable()
+    other.load_state_dict(state.state_dict())
+    assert other.module.note == "second"
+    state.module.note = {1, 2}
+    with pytest.raises(TaskError, match="model: the state cannot be saved"):
+        state.require_storable()
 
 
 @pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])

@@ -20,7 +20,14 @@ from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.options import FsdpOptions
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reduction_tree import ReductionPlan
-from paceline.parallel.sharded_state import clip_gradients, distributed_part, gather_full, is_distributed, shard_of
+from paceline.parallel.sharded_state import (
+    clip_gradients,
+    distributed_part,
+    gather_full,
+    is_distributed,
+    require_no_hook,
+    shard_of,
+)
 from paceline.parallel.strategy import AMP_DTYPES, MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims, World
 from paceline.parallel.wrap_units import exclude_tied, model_blocks, wrap_units
@@ -235,6 +242,12 @@ class FullyShard:
         for unit in [*self._units(module), module]:
             # Parameters that autocast keeps in float32 are gathered in float32.
             lowered = config[FsdpOptions].fsdp_mixed_precision and _is_cast(unit)
+            types = {str(parameter.dtype) for parameter in _own_parameters(unit) if parameter.requires_grad}
+            if len(types) > 1:
+                raise ConfigError(
+                    f"--strategy fsdp gathers parameters of one type together, but {type(unit).__name__} has "
+                    f"{' and '.join(sorted(types))}. Use --strategy zero1."
+                )
             fully_shard(unit, mp_policy=self._precision() if lowered else MixedPrecisionPolicy(), **options)
         self._fill(module, late, device)
         return module
@@ -330,11 +343,14 @@ def _require_shardable(module: nn.Module) -> None:
                 f"--strategy fsdp cannot shard the parameter {name!r}, which is a single number. "
                 "Give it the shape (1,), or use --strategy zero1."
             )
-        if not parameter.is_contiguous():
+        # Those of channels_last are contiguous, too, where a kernel has one pixel.
+        is_image = parameter.dim() > 3 and parameter.stride() != torch.empty(parameter.shape, device="meta").stride()
+        if is_image or not parameter.is_contiguous():
             raise ConfigError(
                 f"--strategy fsdp shards contiguous parameters, but {name!r} has the strides {parameter.stride()}. "
                 "Leave out the memory format channels_last, or use --strategy zero1."
             )
+        require_no_hook("fsdp", name, parameter)
 
 
 def _require_compilable(module: nn.Module) -> None:

@@ -91,6 +91,20 @@ def gather_full(state: Any, *, keep: bool = True) -> Any:
     return state
 
 
+def require_no_hook(strategy: str, name: str, parameter: nn.Parameter) -> None:
+    """Reject a hook on the gradient of a parameter that another one replaces: it would never run.
+
+    Raises:
+        ConfigError: names the parameter.
+    """
+    if parameter._backward_hooks:
+        raise ConfigError(
+            f"--strategy {strategy} replaces the parameter {name!r} by its shard, so the hook on its gradient "
+            "(register_hook) would never run. Change the gradient in the forward, by a torch.autograd.Function, or use "
+            "--strategy zero1."
+        )
+
+
 def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Load a full state into a module whose parameters may be distributed.
 

@@ -24,7 +24,7 @@ from paceline.data.order import derive_key
 from paceline.data.samples import MicroBatch
 from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.peer_errors import translate_peer_errors
-from paceline.parallel.sharded_state import clip_gradients, explain_dtensor_mixing, gather_full
+from paceline.parallel.sharded_state import clip_gradients, explain_dtensor_mixing, gather_full, require_no_hook
 from paceline.parallel.strategy import MicrobatchWork
 from paceline.parallel.tp_autoplan import (
     describe_tp_plan,
@@ -140,6 +140,8 @@ class TensorParallel:
         module = build()
         self.decide(module)
         module.to(device)
+        for name, parameter in module.named_parameters():
+            require_no_hook("tp", name, parameter)
         # The task may build the model with randomness that Paceline does not seed.
         self._world.broadcast_module(module)
         self.split(module)

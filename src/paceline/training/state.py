@@ -370,7 +370,8 @@ class TrainingState:
         for part, value in self.state_dict().items():
             if part in ("model", "ema"):
                 # A pipeline's rank holds the other stages without values.
-                value = {name: local_shard(tensor) for name, tensor in value.items() if not tensor.is_meta}
+                there = {name: each for name, each in value.items() if not getattr(each, "is_meta", False)}
+                value = {name: local_shard(each) for name, each in there.items()}
             elif part == "optimizers":
                 value = {name: {"param_groups": of_one.get("param_groups")} for name, of_one in value.items()}
             try:

@@ -32,6 +32,13 @@ def build_task_model(task: Task) -> nn.Module:
             f"{type(task).__name__}.build_model returned a model without a trainable parameter: "
             "there is nothing to train."
         )
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise TaskError(
+                f"{name!r} has a hook by register_post_accumulate_grad_hook, which would see the gradient of one "
+                "micro-batch alone. Change a step's gradients in a callback's on_before_optimizer_step, or between "
+                "backward and update."
+            )
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):
             raise TaskError(f"{name!r} has no shape yet. Call the model with one batch in build_model.")

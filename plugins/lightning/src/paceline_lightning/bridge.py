@@ -689,8 +689,8 @@ class LightningBridge(Callback):
             if names := [name for name, value in vars(callback).items() if _is_weights(value, own)]:
                 _log.warning(
                     "the callback %s keeps weights (%s) and has no state_dict, so after a stop or a fault it begins "
-                    "anew, and its evaluations differ. Give it state_dict and load_state_dict; a moving average of the "
-                    "model is --ema DECAY.",
+                    "again, and its evaluations differ. Give it state_dict and load_state_dict; a moving average of "
+                    "the model is --ema DECAY.",
                     kind.__name__,
                     ", ".join(names),
                 )
