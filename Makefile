@@ -18,9 +18,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # what it has compiled, each process of the tests would compile it once more.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 
-# Two files of tests at a time, those first that start processes.
+# Two files of tests at a time, those first that start processes; of the fast tests three, because many of them wait.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
 .PHONY: help
 help: ## List the commands
@@ -32,6 +32,7 @@ quickstart: install ## Install, get the data, then train, analyse, export, serve
 	@$(BIN)/python scripts/quickstart.py $(ARGS)
 
 .PHONY: test
+test: WORKERS = 3
 test: install-dev test-packages ## Run the unit and integration tests, in minutes (ARGS="-k order" goes to pytest)
 	@$(PYTEST) -m "not system and not slow" $(ARGS)
 
