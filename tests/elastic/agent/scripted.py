@@ -61,7 +61,7 @@ def work(agent: AgentClient, job_file: Path, slot: int, terminal: tuple[int, int
             place = agent.next_group(left, "test")
             assert place is not None
             left = place.generation
-            with (place_of_work / "views").open("a") as file:
+            with (place_of_work / "groups").open("a") as file:
                 file.write(json.dumps([place.generation, place.rank, place.world_size, slot]) + "\n")
             if kind == "bug":
                 end(kind)
@@ -72,7 +72,7 @@ def work(agent: AgentClient, job_file: Path, slot: int, terminal: tuple[int, int
                 agent.pulse.step = step
                 if step >= script["steps"] and place.world_size == script["world"]:
                     return 0
-                # Who stops does so among all: then it is the same view each time.
+                # Who stops does so among all: then it is the same group each time.
                 if kind == "loses" and step >= fault_step:
                     # It does no step without the peer, and notices before the agent that it is gone.
                     while not (place_of_work / f"late-{left}").exists():

@@ -78,17 +78,17 @@ class Job:
         started = [int(pid) for file in self.path.glob("starts-*") for pid in file.read_text().split()]
         return [pid for pid in started if runs(pid)]
 
-    def views(self) -> dict[int, list[int]]:
+    def groups(self) -> dict[int, list[int]]:
         """The slots of each generation, by rank."""
-        views: dict[int, dict[int, int]] = {}
-        for line in (self.path / "views").read_text().splitlines():
+        groups: dict[int, dict[int, int]] = {}
+        for line in (self.path / "groups").read_text().splitlines():
             generation, rank, _, slot = json.loads(line)
-            views.setdefault(generation, {})[rank] = slot
-        return {g: [of[r] for r in sorted(of)] for g, of in sorted(views.items())}
+            groups.setdefault(generation, {})[rank] = slot
+        return {g: [of[r] for r in sorted(of)] for g, of in sorted(groups.items())}
 
-    def last_view(self) -> list[int]:
+    def last_group(self) -> list[int]:
         """The slots of the newest generation but the first."""
-        [_, *later] = self.views().values()
+        [_, *later] = self.groups().values()
         return later[-1] if later else []
 
     def events(self, kind: str) -> list[dict[str, Any]]:
@@ -102,10 +102,10 @@ def job(run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]) -> 
     return Job(run_processes, tmp_path, wait_until)
 
 
-def test_without_a_fault_there_is_one_view_and_no_event(job: Job) -> None:
+def test_without_a_fault_there_is_one_group_and_no_event(job: Job) -> None:
     done = job.run(3, {})
     assert (done.returncode, done.stderr) == (0, "")
-    assert job.views() == {0: [0, 1, 2]}
+    assert job.groups() == {0: [0, 1, 2]}
     assert not (job.path / "events.jsonl").exists()
 
 
@@ -121,16 +121,16 @@ def test_a_start_without_enough_nodes_ends_after_its_time_limit(job: Job) -> Non
 def test_killed_and_stopped_members_are_replaced(job: Job) -> None:
     done = job.run(3, {"0:1": [50, "kill"], "2:1": [120, "stop"]}, steps=400)
     assert (done.returncode, done.stderr) == (0, "")
-    views = list(job.views().values())
-    # Survivors go on in their order; whoever joins is last, whether at once or in a view of its own.
-    assert [view for view in views if len(view) == 3] == [[0, 1, 2], [1, 2, 0], [1, 0, 2]]
-    assert [view for view in views if len(view) < 3] in ([], [[1, 2]], [[1, 0]], [[1, 2], [1, 0]])
+    groups = list(job.groups().values())
+    # Survivors go on in their order; whoever joins is last, whether at once or in a group of its own.
+    assert [group for group in groups if len(group) == 3] == [[0, 1, 2], [1, 2, 0], [1, 0, 2]]
+    assert [group for group in groups if len(group) < 3] in ([], [[1, 2]], [[1, 0]], [[1, 2], [1, 0]])
     assert [(e["slot"], e["how"]) for e in job.events("fault")] == [
         (0, "was killed by SIGKILL"),
         (2, "did not answer within 1.5 s: it is stopped (SIGSTOP)"),
     ]
-    assert [e["members"] for e in job.events("group")] == views[1:]
-    assert [e["generation"] for e in job.events("joined")] == list(job.views())[1:]
+    assert [e["members"] for e in job.events("group")] == groups[1:]
+    assert [e["generation"] for e in job.events("joined")] == list(job.groups())[1:]
     assert max(e["seconds"] for e in job.events("group")) >= 1
     assert f"slot 2 of {job.pids(2)[1]}" in (job.path / "logs/rank-2.log").read_text()
     # All have the launcher's terminal, whichever of them is rank 0.
@@ -201,7 +201,7 @@ def test_a_start_leaves_the_run_to_an_agent_that_lacks_the_lock(job: Job, severa
             record_agents(RunDirectory(job.path), agents, job.path / "job.json")
             done = job.run(1, {}, port=port)
         assert f"{job.path} is in use by another process." in done.stderr
-        assert not (job.path / "views").exists()
+        assert not (job.path / "groups").exists()
         done = job.run(1, {})
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -225,13 +225,13 @@ def test_where_all_die_all_are_started_again(job: Job) -> None:
     done = job.run(2, {"0:1": [50, "kill"], "1:1": [50, "kill"]})
     assert (done.returncode, done.stderr) == (0, "")
     assert len(job.pids(0)) == len(job.pids(1)) == 2
-    assert sorted(list(job.views().values())[-1]) == [0, 1]
+    assert sorted(list(job.groups().values())[-1]) == [0, 1]
 
 
-def test_a_worker_that_dies_before_the_first_view_is_replaced(job: Job) -> None:
+def test_a_worker_that_dies_before_the_first_group_is_replaced(job: Job) -> None:
     done = job.run(2, {"1:1": [0, "early"]})
     assert done.returncode == 0
-    assert job.views() == {0: [0, 1]}
+    assert job.groups() == {0: [0, 1]}
 
 
 def test_an_exception_after_progress_is_a_fault(job: Job) -> None:
@@ -253,8 +253,8 @@ def test_an_error_that_would_happen_again_ends_the_job(job: Job, kind: str, step
 def test_a_worker_that_computes_wrongly_is_replaced_once(job: Job) -> None:
     done = job.run(2, {"1:1": [0, "corrupt"]})
     assert (done.returncode, done.stderr) == (0, "")
-    (view,) = job.events("group")[:1]
-    assert view["recovery"] is True
+    (group,) = job.events("group")[:1]
+    assert group["recovery"] is True
 
 
 def test_a_machine_that_computes_wrongly_again_ends_the_job(job: Job) -> None:
@@ -344,9 +344,9 @@ def test_a_store_host_that_hangs_is_replaced(job: Job) -> None:
     (fork_server,) = children(popen.pid)
     (host,) = [child for child in children(fork_server.pid) if child.pid not in workers]
     os.kill(host.pid, signal.SIGSTOP)
-    os.kill(job.pids(1)[0], signal.SIGKILL)  # the next view needs a store
+    os.kill(job.pids(1)[0], signal.SIGKILL)  # the next group needs a store
     job.wait_gone([host.pid])
-    job.wait_until(lambda: job.last_view() == [0, 1], "both again")
+    job.wait_until(lambda: job.last_group() == [0, 1], "both again")
     popen.send_signal(signal.SIGTERM)
     assert job.finish(popen).returncode == 75
 
@@ -362,7 +362,7 @@ def test_workers_outlive_one_fork_server_after_the_other(job: Job) -> None:
         fork_server.kill()
         job.wait_gone([fork_server.pid])
     os.kill(job.pids(1)[0], signal.SIGKILL)  # needs a fork server at once
-    job.wait_until(lambda: len(job.pids(1)) == 2 and job.last_view() == [0, 1], "both again")
+    job.wait_until(lambda: len(job.pids(1)) == 2 and job.last_group() == [0, 1], "both again")
     popen.send_signal(signal.SIGTERM)
     assert job.finish(popen).returncode == 75
     assert len(job.pids(0)) == 1
@@ -389,7 +389,7 @@ def test_the_fork_server_and_the_store_host_are_replaced_too(job: Job) -> None:
     others[0].kill()
     fork_server.kill()
     os.kill(job.pids(1)[0], signal.SIGKILL)
-    job.wait_until(lambda: job.last_view() == [0, 1], "both again")
+    job.wait_until(lambda: job.last_group() == [0, 1], "both again")
     popen.send_signal(signal.SIGTERM)
     assert job.finish(popen).returncode == 75
     assert len(job.pids(0)) == 1

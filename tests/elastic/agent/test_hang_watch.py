@@ -64,7 +64,7 @@ def test_who_holds_the_others_up_is_to_be_killed(watch: HangDetector, tmp_path: 
     assert watch.poll() == AskWorkers((7, 9))
     assert watch.poll() is None
     watch.answers(7, standing(0, inside=False))
-    watch.answers(9, standing(1, inside=True, generation=3))  # of an earlier view
+    watch.answers(9, standing(1, inside=True, generation=3))  # of an earlier group
     assert watch.poll() is None
     watch.answers(9, standing(1, inside=True))
     hang = watch.poll()
@@ -123,7 +123,7 @@ def test_who_has_finished_is_not_waited_for(watch: HangDetector) -> None:
     assert "rank 0 on node a has finished" in hang.sentence
 
 
-def test_a_view_that_breaks_is_judged_no_more(watch: HangDetector) -> None:
+def test_a_group_that_breaks_is_judged_no_more(watch: HangDetector) -> None:
     watch.beats(9, overdue=True)
     watch.poll()
     watch.forget()

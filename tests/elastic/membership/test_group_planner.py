@@ -50,7 +50,7 @@ def formed(nproc: int, most: int | None = None, generation: int = -1, spares: in
     return planner
 
 
-def test_the_first_view_waits_for_all() -> None:
+def test_the_first_group_waits_for_all() -> None:
     planner = Planner(nodes={"a": 3}, max_workers=3, generation=6)
     planner.begin()
     assert planner.waits(2) == []
@@ -69,7 +69,7 @@ def test_survivors_go_on_before_the_replacement_is_there() -> None:
     assert planner.waits(2) == [FormGroup(worker_group(2, (1, 2, 3)))]
 
 
-def test_a_view_is_asked_once_to_re_form() -> None:
+def test_a_group_is_asked_once_to_re_form() -> None:
     planner = formed(3)
     planner.exited(1)
     planner.exited(2)
@@ -79,7 +79,7 @@ def test_a_view_is_asked_once_to_re_form() -> None:
     assert planner.waits(0) == [FormGroup(worker_group(2, (0, 3, 4)))]
 
 
-def test_no_view_while_a_member_may_still_act_in_the_last() -> None:
+def test_no_group_while_a_member_may_still_act_in_the_last() -> None:
     planner = formed(3)
     planner.exited(0)
     planner.waits(3)
@@ -87,7 +87,7 @@ def test_no_view_while_a_member_may_still_act_in_the_last() -> None:
     assert planner.exited(2) == [Start(4, "a", 2), FormGroup(worker_group(1, (1, 3)))]
 
 
-def test_where_all_are_lost_the_next_view_waits_for_all() -> None:
+def test_where_all_are_lost_the_next_group_waits_for_all() -> None:
     planner = formed(2)
     planner.exited(0)
     assert planner.exited(1) == [Start(3, "a", 1)]
@@ -154,7 +154,7 @@ def test_who_was_to_leave_stays_where_it_is_wanted_again() -> None:
     assert planner.waits(1) == [FormGroup(worker_group(1, (0, 1)))]
 
 
-def test_a_view_that_gathers_waits_for_all() -> None:
+def test_a_group_that_gathers_waits_for_all() -> None:
     planner = formed(3)
     assert planner.gather() == []  # all are there
     planner.exited(0)
@@ -167,7 +167,7 @@ def test_a_view_that_gathers_waits_for_all() -> None:
     assert not planner.wait_for_all
 
 
-def test_a_target_may_change_before_the_first_view() -> None:
+def test_a_target_may_change_before_the_first_group() -> None:
     planner = Planner(nodes={"a": 3}, max_workers=4, generation=-1)
     planner.begin()
     planner.waits(0)
@@ -266,7 +266,7 @@ def test_an_excluded_node_does_not_count() -> None:
     assert planner.exclude(frozenset()) == [FormGroup(worker_group(1, (0, 1, 2)))]
 
 
-def test_the_first_view_does_not_wait_for_an_excluded_node() -> None:
+def test_the_first_group_does_not_wait_for_an_excluded_node() -> None:
     planner = Planner(nodes={"a": 1, "b": 1, "c": 1}, max_workers=12, generation=-1, initial_nodes=2)
     planner.exclude(frozenset("c"))
     assert planner.waits(0) == []
@@ -329,7 +329,7 @@ def test_a_takeover_before_the_first_group_waits_for_all_initial_nodes() -> None
     assert actions == [FormGroup(WorkerGroup(0, (1, 2, 3), 3))]
 
 
-def test_who_takes_over_ends_the_view_and_keeps_its_members_in_front() -> None:
+def test_who_takes_over_ends_the_group_and_keeps_its_members_in_front() -> None:
     planner = Planner(nodes={}, max_workers=12, generation=4)
     planner.forms_at_once = False  # until enough nodes have told of their workers
     planner.take_over(100, 6, has_begun=True)

@@ -1,12 +1,12 @@
 """A task whose processes come to harm at scripted places, each harm once; what each process does is the same.
 
 A plan is a directory of empty files, ``PLACE-STEP-RANK-KIND``: whoever removes one has to carry it out.
-``PLACE`` is where in the step the process is, or where in the engine: there ``STEP`` counts views (``form``,
+``PLACE`` is where in the step the process is, or where in the engine: there ``STEP`` counts groups (``form``,
 ``formed``), tensors (``copy``) or checkpoints (``save``). ``KIND`` is ``kill``, ``stop``, ``term``, ``usr1``,
 ``hold`` (the thread stays there until its process ends) or another way to hang (``WAYS``). In ``data`` the
 step is a sample's number, whoever reads it, and the rank ``any``. A rank with a file
 ``reform-GENERATION-RANK-join`` goes on only once somebody waits to join, unless nobody is lacking: else a
-short run may end first. With ``-hold`` it goes on once the view is to change, or the file is removed.
+short run may end first. With ``-hold`` it goes on once the group is to change, or the file is removed.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Harm:
 
     def __init__(self) -> None:
         self.plan = Path()
-        # An agent's worker is told by its view.
+        # An agent's worker is told by its group.
         self.rank = int(os.environ.get("RANK", "-1"))
-        self.members = 0  # of its first view
+        self.members = 0  # of its first group
 
     def awaited(self, generation: int) -> Path | None:
         paths = self.plan.glob(f"reform-{generation}-{self.rank}-*")
@@ -107,7 +107,7 @@ harm = Harm()
 
 
 def _hooked() -> None:
-    """Know the rank, and reach places inside the engine: forming a view, copying a state, saving."""
+    """Know the rank, and reach places inside the engine: forming a group, copying a state, saving."""
     form, send, receive = group_formation.form_group, group_formation.send_tensor, group_formation.receive_tensor
     write, publish = checkpoint_store.write_file, checkpoint_store._publish
     given, copied = itertools.count(), itertools.count(1)

@@ -110,8 +110,8 @@ HARMS = {
     "kill in the last evaluations": ["eval-40-0-kill"],
     "kill in a save": ["save-0-0-kill"],
     "kill between a checkpoint's rename and the fsync": ["renamed-0-0-kill"],
-    "kill in the first view": ["form-0-1-kill"],
-    "kill after forming a view": ["step-6-1-kill", "formed-1-0-kill"],
+    "kill in the first group": ["form-0-1-kill"],
+    "kill after forming a group": ["step-6-1-kill", "formed-1-0-kill"],
     "kill a taker": ["step-6-1-kill", "reform-1-0-join", "copy-3-2-kill"],
     "kill a giver": ["step-6-1-kill", "reform-1-0-join", "give-1-0-kill"],
 }

@@ -84,7 +84,7 @@ def place(generation: int) -> Assignment:
     return Assignment(generation, 0, 2, 0, 2, active=2, address="127.0.0.1", port=1234)
 
 
-def test_member_waits_for_a_later_view(agent: tuple[WorkerChannel, AgentClient]) -> None:
+def test_member_waits_for_a_later_group(agent: tuple[WorkerChannel, AgentClient]) -> None:
     channel, member = agent
     channel.send(place(3))
     assert member.next_group(2, "lost a peer") == place(3)
@@ -97,7 +97,7 @@ def test_member_waits_for_a_later_view(agent: tuple[WorkerChannel, AgentClient])
     assert heard(channel, Joined) == Joined(4)
 
 
-def test_member_hears_what_becomes_of_its_view(agent: tuple[WorkerChannel, AgentClient]) -> None:
+def test_member_hears_what_becomes_of_its_group(agent: tuple[WorkerChannel, AgentClient]) -> None:
     channel, member = agent
     assert not member.should_reform(5)
     assert not member.broken(5)
@@ -113,7 +113,7 @@ def test_member_hears_what_becomes_of_its_view(agent: tuple[WorkerChannel, Agent
 
 def test_member_tells_where_it_stands(agent: tuple[WorkerChannel, AgentClient]) -> None:
     channel, member = agent
-    channel.send(ReportRequest())  # it is in no view, and has nothing to tell
+    channel.send(ReportRequest())  # it is in no group, and has nothing to tell
     channel.send(place(5))
     member.next_group(4, "")
     member.progress_tracker.step = 8
@@ -134,7 +134,7 @@ def test_member_is_sent_home(agent: tuple[WorkerChannel, AgentClient]) -> None:
         member.next_group(0, "")
 
 
-def test_member_gives_up_before_its_first_view(agent: tuple[WorkerChannel, AgentClient]) -> None:
+def test_member_gives_up_before_its_first_group(agent: tuple[WorkerChannel, AgentClient]) -> None:
     _, member = agent
     assert member.next_group(-1, "", lambda: True) is None
 

@@ -37,7 +37,7 @@ class Run:
         return self.directory.path.with_name("plan")
 
     def start(self, nproc: int, recover: str, *, held: bool = True) -> subprocess.Popen[str]:
-        """Start to train; while ``held``, each view trains on only once it is asked to re-form."""
+        """Start to train; while ``held``, each group trains on only once it is asked to re-form."""
         plan = self._plan
         plan.mkdir(exist_ok=True)
         for generation in range(_MOST_VIEWS if held else 0):
@@ -70,7 +70,7 @@ class Run:
         return seen[-1]
 
     def go_on(self) -> None:
-        """Train on in the last view."""
+        """Train on in the last group."""
         for held in self._plan.glob("reform-*"):
             held.unlink(missing_ok=True)
 
@@ -136,7 +136,7 @@ def refused(agent: AgentConnection) -> None:
         agent.scale(nproc=0)
 
 
-def test_before_the_first_view(run: Run, undisturbed: dict[str, Any]) -> None:
+def test_before_the_first_group(run: Run, undisturbed: dict[str, Any]) -> None:
     popen = run.start(3, "inplace")
     with run.connect(popen) as agent:
         assert agent.scale(nproc=2).generation == -1

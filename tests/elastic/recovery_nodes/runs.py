@@ -147,7 +147,7 @@ class Run:
         self._wait_until(there, what, timeout_s=120)
 
     def generation(self) -> int:
-        """The last view's that was told."""
+        """The last group's that was told."""
         return max(event["generation"] for event in self.directory.read_events() if event["event"] == "group")
 
     def wait_for_joiners(self, number: int, *processes: NodeProcess, leader: Node | None = None) -> None:

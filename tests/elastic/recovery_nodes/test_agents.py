@@ -149,7 +149,7 @@ def test_random_pairs_are_cut_and_all_take_part_again(run: Run, undisturbed: str
     rng = random.Random(1)
     generation = 0
 
-    def new_view(event: dict[str, Any]) -> bool:
+    def new_group(event: dict[str, Any]) -> bool:
         return event["generation"] > generation and event["nodes"] == nodes
 
     for _ in range(4):
@@ -158,12 +158,12 @@ def test_random_pairs_are_cut_and_all_take_part_again(run: Run, undisturbed: str
         since, nodes = time.time(), 2
         pair[0].cut_from(pair[1])
         run.wait_for(left_out, lambda event, since=since: event["time"] > since, *processes)
-        run.step_until("group", new_view, *processes)
+        run.step_until("group", new_group, *processes)
         time.sleep(rng.uniform(0, 10))
         generation, since, nodes = run.generation(), time.time(), 3
         pair[0].heal_with(pair[1])
         run.wait_for(back, lambda event, since=since: event["time"] > since, *processes)
-        run.step_until("group", new_view, *processes)
+        run.step_until("group", new_group, *processes)
         generation = run.generation()
     assert finish(run, undisturbed, *processes)["world_size"] == 3
 
@@ -248,7 +248,7 @@ def test_a_full_disk_does_not_end_who_takes_over(
 
 
 @EMBEDDED_FIRST
-def test_machines_lose_each_other_while_a_view_forms(run: Run, undisturbed: str) -> None:
+def test_machines_lose_each_other_while_a_group_forms(run: Run, undisturbed: str) -> None:
     processes = run.begin(nproc="1")
     run.kill_worker(run.lab.nodes[1])
     run.wait_for("fault", lambda event: True, *processes)
@@ -281,8 +281,8 @@ def test_a_spare_computes_for_a_machine_that_dies(run: Run, undisturbed: str) ->
     run.hold(14)
     run.wait_for("joined", lambda event: True, processes[1])
     assert finish(run, undisturbed, processes[1])["world_size"] == 2
-    views = [event for event in run.directory.read_events() if event["event"] == "group"]
-    assert (views[-1]["world_size"], views[-1]["computing"]) == (2, 2)
+    groups = [event for event in run.directory.read_events() if event["event"] == "group"]
+    assert (groups[-1]["world_size"], groups[-1]["computing"]) == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -303,12 +303,12 @@ def _to_page_svg(svg: str, name: str, title: str) -> str:
     for variable, colour in _COLOURS.items():
         svg = svg.replace(colour, f"var(--{variable})")
     opening, _, rest = svg.partition(">")
-    view = re.search(r'viewBox="[^"]*"', opening)
-    assert view is not None
+    view_box = re.search(r'viewBox="[^"]*"', opening)
+    assert view_box is not None
     text = html.escape(title)
-    kind = ' class="wide"' if float(view[0].split()[2]) > _WIDE else ""
+    kind = ' class="wide"' if float(view_box[0].split()[2]) > _WIDE else ""
     return (
-        f'<svg{kind} xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {view[0]} '
+        f'<svg{kind} xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {view_box[0]} '
         f'role="img" aria-label="{text}"><title>{text}</title>{rest}'
     )
 

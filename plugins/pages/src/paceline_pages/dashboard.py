@@ -184,7 +184,7 @@ _LOG_BYTES = 64 * 1024
 REPORT = "report.html"
 
 
-class Views:
+class RunCache:
     """A cache of the last requested runs, with their curves; thread-safe."""
 
     def __init__(self) -> None:
@@ -394,7 +394,7 @@ class Pages:
     def __init__(self, index: Index, jobs: Jobs) -> None:
         self._index = index
         self._jobs = jobs
-        self._views = Views()
+        self._run_cache = RunCache()
         self._assets = read_assets("paceline_pages")
 
     def find(self, path: str, query: dict[str, list[str]]) -> Page | None:
@@ -419,11 +419,11 @@ class Pages:
         if match is None or directory is None or row is None:
             return None
         if match[2] is None:
-            return self._views.detail(match[1], directory, row)
+            return self._run_cache.detail(match[1], directory, row)
         if match[2] == "report":
             return read_report(directory)
         if match[3] is None:
-            return self._views.curves(match[1], directory)
+            return self._run_cache.curves(match[1], directory)
         text = log_tail(directory, int(match[3]))
         return None if text is None else {"text": text}
 

@@ -13,7 +13,7 @@ from paceline.core.files import open_regular, read_document, read_json_lines
 from paceline.launch.job_logs import Tail
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import read_failure
-from paceline_pages.dashboard import Views, log_tail
+from paceline_pages.dashboard import RunCache, log_tail
 from paceline_pages.run_index import Curves, read_beats
 from paceline_pages.run_status import summarise
 
@@ -53,7 +53,7 @@ def test_only_regular_files_are_read(
             place.symlink_to("/dev/zero")
     summary = summarise(directory)
     row = {"name": summary.name}
-    Views().detail("0" * 16, directory, row)
+    RunCache().detail("0" * 16, directory, row)
     Curves(directory.metrics).update()
     assert read_beats(directory) == []
     assert read_failure(directory.logs / "rank-0.error.json") is None

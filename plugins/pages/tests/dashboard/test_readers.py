@@ -19,7 +19,7 @@ from paceline.runs.checkpoint_manifest import write_file
 from paceline.runs.directory import RunDirectory
 from paceline.runs.heartbeat import BEAT_S, Heartbeat
 from paceline.runs.package_registry import Registry, parse_reference
-from paceline_pages.dashboard import Views, log_tail
+from paceline_pages.dashboard import RunCache, log_tail
 from paceline_pages.run_index import MAX_POINTS, AlertInputs, Curves, Index, alerts, read_beats
 from paceline_pages.run_status import summarise
 from paceline_pages.runs_command import runs
@@ -249,7 +249,7 @@ def test_a_run_shows_its_whole_configuration(tmp_path: Path) -> None:
     fields, options = {"lr": 0.2, "epochs": 3}, {"epochs": 4, "keep_checkpoints": 9, "run_dir": "run"}
     directory = make_run(tmp_path / "run", steps=1, fields=fields, config=options)
     (row,) = Index([tmp_path]).rows()[1]["runs"]
-    config = Views().detail("0", directory, row)["config"]
+    config = RunCache().detail("0", directory, row)["config"]
     assert config == {"task": "task.py:Task", "lr": 0.2, "task.epochs": 3, "epochs": 4, "keep_checkpoints": 9}
 
 
@@ -269,12 +269,12 @@ def test_a_run_leads_to_its_report_packages_and_trackers(tmp_path: Path, monkeyp
     for name, url in (("mlflow", "http://tracker/#/runs/1"), ("bad", "javascript:alert(1)"), ("wandb", None)):
         (ours.path / "trackers" / f"{name}.json").write_text(json.dumps({"run": "1", "url": url, "sent": {}}))
     (ours.path / "trackers" / "torn.json").write_text("{")
-    views = Views()
-    detail = views.detail("0", ours, {})
+    cache = RunCache()
+    detail = cache.detail("0", ours, {})
     assert (detail["report"], detail["packages"]) == (True, ["demo@latest"])
     urls = {tracker["name"]: tracker["url"] for tracker in detail["trackers"]}
     assert urls == {"bad": None, "mlflow": "http://tracker/#/runs/1", "wandb": None}
-    detail = views.detail("1", other, {})
+    detail = cache.detail("1", other, {})
     assert (detail["report"], detail["packages"], detail["trackers"]) == (False, [], [])
 
 
@@ -323,7 +323,7 @@ def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(tmp_path: Path) -> None
     append(directory.events, '{"event": "group"}\n')
     (row,) = Index([tmp_path]).rows()[1]["runs"]
     assert (row["state"], row["alerts"][0]["kind"]) == ("damaged", "ended")
-    detail = Views().detail("0", directory, row)
+    detail = RunCache().detail("0", directory, row)
     assert detail["config"] is None
     assert [problem.partition(":")[0] for problem in detail["problems"]] == ["config"]
 
