@@ -33,7 +33,7 @@ for words in json.loads(sys.argv[1]):
 print(json.dumps([said, "torch" in sys.modules]))
 """
 GROUPS = {
-    "Start": ("train", "resume", "fork", "launch", "join", "scale", "plan", "doctor"),
+    "Start": ("train", "resume", "fork", "launch", "show-task", "join", "scale", "plan", "doctor"),
     "Look": ("runs", "logs", "dashboard", "report", "jobs", "status", "cancel"),
     "Prove": ("audit", "verify", "chaos", "bench"),
     "Tune": ("tune",),

@@ -112,6 +112,36 @@ def test_a_flag_of_a_field_needs_its_value(capsys: pytest.CaptureFixture[str], m
     assert capsys.readouterr().err == "paceline: --data needs a value.\n"
 
 
+def test_help_lists_the_flags_of_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["paceline", "train", "hf:model", "--help"])
+    assert cli.main() == 0
+    said = capsys.readouterr().out
+    assert "Options of hf:MODEL:\n  --data PLACE" in said
+    assert "--from-scratch " in said
+
+
+def test_a_task_that_is_written_out_has_the_bits_of_its_command(
+    run_processes: Any, llama: Path, tmp_path: Path
+) -> None:
+    write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
+    words = (f"hf:{llama}", "--data", "texts.jsonl", "--pack", "32", "--warmup", "50%", "--set", "lr=0.01")
+    shown = run_processes.paceline("show-task", *words)
+    assert shown.returncode == 0, shown.stderr
+    (tmp_path / "mine.py").write_text(shown.stdout)
+    options = ("--max-steps", "3", "--threads", "1", "--num-workers", "0", "--quiet", "--run-dir")
+    found = set()
+    for run, task in {"command": words, "class": ("mine.py:MyTask",)}.items():
+        done = run_processes.paceline("train", *task, *options, run)
+        assert done.returncode == 0, done.stderr
+        found.add(json.loads((tmp_path / run / "result.json").read_text())["model_sha256"])
+        records = [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        assert records[-1]["logged"]["tokens_per_s"] > 0
+    assert len(found) == 1
+    refused = run_processes.paceline("show-task", "mine.py:MyTask")
+    assert refused.returncode == 2
+    assert "mine.py:MyTask is one already" in refused.stderr
+
+
 def write_chats(file: Path) -> Path:
     turns = [(TEXTS[n % 8], TEXTS[(n * 3) % 8] * (1 + n % 3)) for n in range(24)]
     return write_lines(

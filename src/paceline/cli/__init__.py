@@ -242,7 +242,7 @@ def _expand_task_prefix(words: list[str]) -> list[str]:
             expanded.append(word)
         else:
             if not separator:
-                given = next(rest, "--") if task.flags[field] else "true"
+                given = next(rest, "--") if task.flags[field][0] else "true"
             if given.startswith("--"):
                 raise ConfigError(f"{flag} needs a value.")
             expanded += ["--set", f"{field}={given}"]

@@ -12,7 +12,7 @@ from cyclopts.help.formatters import DefaultFormatter
 from cyclopts.help.specs import ColumnSpec, get_default_command_columns
 from rich.text import Text
 
-from paceline.core.built_in import COMMANDS
+from paceline.core.built_in import COMMANDS, TASK_PREFIXES
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -34,9 +34,22 @@ def print_help(app: App, words: Sequence[str], *, everything: bool) -> None:
     formatter = _Formatter(words, everything=everything)
     app.help_formatter = formatter
     app.help_print(list(words))
+    for word in words[1:]:
+        prefix, colon, _ = word.partition(":")
+        if colon and prefix in TASK_PREFIXES:
+            app.console.print("", Text(_flags_of(prefix)), sep="\n")
     closing = formatter.closing
     if closing:
         app.console.print("", Text(closing), sep="\n")
+
+
+def _flags_of(prefix: str) -> str:
+    """Return the flags of tasks such as ``hf:MODEL``, a line each."""
+    task = TASK_PREFIXES[prefix]
+    lines = [f"Options of {prefix}:{task.field.upper()}:"]
+    for name, (value, text) in task.flags.items():
+        lines.append(f"  {'--' + name.replace('_', '-') + ' ' + value:<21} {text}")
+    return "\n".join(lines)
 
 
 class _Formatter(DefaultFormatter):

@@ -57,8 +57,8 @@ def train(
     Parameters
     ----------
     task
-        file.py:Name, package.module:Name, a built-in task such as fashion-mnist, or hf:MODEL with --data FILE and
-        --pack, --context, --val-data, --from-scratch, --tokens, --lr-schedule, --warmup (docs/language-models.md).
+        file.py:Name, package.module:Name, a built-in task such as fashion-mnist, or hf:MODEL, whose options paceline
+        train hf:MODEL --help lists.
     run_dir
         The run's directory. Default: runs/TASK-TIME.
     config

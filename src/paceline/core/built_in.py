@@ -81,6 +81,9 @@ COMMANDS: Mapping[str, CliCommand] = {
         usage="--on NAME [OPTIONS] -- COMMAND...",
         computes=True,
     ),
+    "show-task": CliCommand(
+        "Start", "paceline_lm.show_task:show_task", "Write a task such as hf:MODEL as a Python class to edit."
+    ),
     "join": CliCommand(
         "Start", "paceline.cli.join:join", "Add this machine to a running job.", computes=True, trains=True
     ),
@@ -238,12 +241,12 @@ class TaskPrefix:
     Attributes:
         reference: ``module:Class``.
         field: the field whose value is the text after the prefix.
-        flags: further fields with a flag of their own, each with whether the flag takes a value.
+        flags: further fields with a flag of their own: the name of its value, empty if it takes none, and its help.
     """
 
     reference: str
     field: str
-    flags: Mapping[str, bool]
+    flags: Mapping[str, tuple[str, str]]
 
 
 TASK_PREFIXES: Mapping[str, TaskPrefix] = {
@@ -251,8 +254,17 @@ TASK_PREFIXES: Mapping[str, TaskPrefix] = {
         "paceline_lm:LanguageModel",
         "model",
         {
-            **dict.fromkeys(("data", "val_data", "pack", "context", "tokens", "warmup", "lr_schedule"), True),
-            "from_scratch": False,
+            "data": (
+                "PLACE",
+                "Training data: JSONL, Parquet or bin:FILE, a pattern, an address, or a mixture A=0.7,B=0.3.",
+            ),
+            "val_data": ("PLACE", "Validation data, in the same forms."),
+            "pack": ("TOKENS", "Fill samples of this length with documents, which do not see each other."),
+            "context": ("TOKENS", "The most tokens of a document. Default: of a pack, or of the model's positions."),
+            "tokens": ("NUMBER", "The tokens to train on, such as 20B, in place of --epochs."),
+            "from_scratch": ("", "Initialise the weights: MODEL needs only its configuration."),
+            "lr_schedule": ("NAME", "linear, cosine or constant."),
+            "warmup": ("SHARE", "Steps in which the learning rate rises, such as 1%."),
         },
     )
 }

@@ -83,6 +83,7 @@ class Monitor:
         quiet: bool,
         log_format: Literal["text", "json"] = "text",
         device: object,
+        tokens_per_sample: float | None = None,
         trackers: Callable[[Sequence[Mapping[str, Any]]], Sequence[Writer]] = lambda earlier: (),
     ) -> None:
         self.rank = rank
@@ -93,6 +94,7 @@ class Monitor:
         self._telemetry = Telemetry(device, self.timer, first_step)
         self.directory = directory
         self._log_every = log_every
+        self._tokens_per_sample = tokens_per_sample
         self._total_steps = total_steps
         self._samples = 0
         self._started = perf_counter()
@@ -179,8 +181,9 @@ class Monitor:
         training_s = self.timer.training_s()
         rates = learning_rates() if callable(learning_rates) else learning_rates
         if due:
-            self._logged = logged
-            self._record(step, epoch, loss, rates, rows() if callable(rows) else rows, training_s, logged)
+            self._logged = self._record(
+                step, epoch, loss, rates, rows() if callable(rows) else rows, training_s, logged
+            )
         self._terminal.progress(
             ProgressSnapshot(step, epoch, loss, rates[0] if rates else None, self._samples, training_s, self._logged)
         )
@@ -195,11 +198,13 @@ class Monitor:
         rows: Rows,
         training_s: float,
         logged: Mapping[str, float],
-    ) -> None:
+    ) -> Mapping[str, float]:
         assert len(rows) in (0, self._world_size), f"{len(rows)} rows for {self._world_size} ranks"
         samples, seconds = self._samples - self._recorded_samples, training_s - self._recorded_s
         self._recorded_samples = self._samples
         self._recorded_s = training_s
+        if self._tokens_per_sample and seconds > 0:
+            logged = {**logged, "tokens_per_s": round(samples * self._tokens_per_sample / seconds, 1)}
         slowest = imbalance(rows[: self._computing])
         self._terminal.imbalance(slowest)
         record: dict[str, Any] = {
@@ -219,6 +224,7 @@ class Monitor:
         if logged:
             record["logged"] = dict(logged)
         self._write(record)
+        return logged
 
     def set_status(self, text: str) -> None:
         """Show the current activity ("evaluating val") on the terminal until the next step."""

@@ -81,6 +81,12 @@ class DataSetup:
         return None if self.order is None else self.order.steps_per_epoch
 
     @property
+    def tokens_per_sample(self) -> float | None:
+        """The mean, where the dataset has a number of ``tokens``."""
+        tokens = getattr(self.train, "tokens", None)
+        return None if self.order is None or not isinstance(tokens, int | float) else tokens / len(self.train)
+
+    @property
     def has_validation(self) -> bool:
         """Whether there is a validation split."""
         return self.train_val_split is not None or self.val is not None
@@ -401,6 +407,7 @@ class RunContext:
             quiet=self.quiet,
             log_format=self.config.records.log_format,
             device=self.device,
+            tokens_per_sample=self.data.tokens_per_sample,
             trackers=self._build_trackers,
         )
 

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from paceline_lm.language_model import LanguageModel
-from paceline_lm.transformers import TransformersTask
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline_lm.language_model import LanguageModel as LanguageModel
+    from paceline_lm.transformers import TransformersTask as TransformersTask
+
+_MODULES = {"LanguageModel": "language_model", "TransformersTask": "transformers"}
 
 __all__ = ["LanguageModel", "TransformersTask"]
+
+
+def __getattr__(name: str) -> Any:
+    # The help of commands needs neither torch nor transformers.
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -77,6 +77,11 @@ class Mixture(Dataset[Any]):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    @property
+    def tokens(self) -> float:
+        """Tokens of an epoch."""
+        return math.fsum(share.count * share.mean_tokens for share in self.shares)
+
     def set_epoch(self, epoch: int) -> None:
         """Read the samples of another epoch."""
         self._epoch = epoch
