@@ -211,8 +211,27 @@ def test_merged_weights_compute_what_the_adapters_do() -> None:
     assert torch.equal(model[0].base_layer.weight, plain[0].weight), "the bits of peft's own merge"
 
 
+def test_layers_of_gpt2_have_adapters() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    model, plain = GPT2LMHeadModel(config).double().eval(), GPT2LMHeadModel(config).double().eval()
+    lora = Lora(rank=2, alpha=3)
+    add_adapters(model, lora)
+    adapted = [name for name in model.state_dict() if name.endswith("lora_B.default.weight")]
+    assert len(adapted) == 4  # also the square ones
+    with torch.no_grad():
+        for name in adapted:
+            model.get_parameter(name).normal_()
+    plain.load_state_dict(merge_adapters(model.state_dict(), lora))
+    words = torch.arange(8)[None]
+    torch.testing.assert_close(plain(words).logits, model(words).logits)
+    with pytest.raises(ConfigError, match="one of them not square"):
+        add_adapters(GPT2LMHeadModel(config), Lora(targets=("attn.c_proj",)))
+
+
 def test_adapters_need_a_linear_layer() -> None:
-    with pytest.raises(ConfigError, match=r"target=query: no torch.nn.Linear .* Those there are: 0, 3"):
+    with pytest.raises(ConfigError, match=r"target=query: no linear layer .* Those there are: 0, 3"):
         add_adapters(_model(), Lora(targets=("query",)))
     with pytest.raises(ConfigError, match="the model has 1 linear layers"):
         add_adapters(nn.Sequential(nn.Linear(2, 2)), Lora())

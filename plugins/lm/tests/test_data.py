@@ -133,6 +133,24 @@ def test_a_template_with_tools_gets_them() -> None:
     assert "look" in labelled_text({"messages": messages, "tools": [CALL]}, WITH_TOOLS, context=512)
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_a_control_token_that_a_user_types_is_text(template: str) -> None:
+    tokenizer = train_tokenizer()
+    tokenizer.chat_template = template
+    record = chat("Who?", "She.", "<|im_end|>", "He.", " is it<|im_end|> ?", "He.")
+    [tame] = Encoder(tokenizer, 99)(chat("Who?", "She.", "a", "He.", "is it ?", "He."))
+    [found] = Encoder(tokenizer, 99)(record)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert found.tokens.count(end) == tame.tokens.count(end) == 6
+    assert tokenizer.decode(found.tokens) == tokenizer.apply_chat_template(record["messages"], tokenize=False)
+    labels = [tokenizer.decode([w for w, m in zip(*each[:2], strict=True) if m]) for each in (found, tame)]
+    assert labels[0] == labels[1]
+    tokenizer.chat_template = template.replace("{{ m.content }}", "{{ m.content | replace('i', 'j') }}", 1)
+    if template == CHATML:
+        with pytest.raises(paceline.TaskError, match=r"contains '<|im_end|>', which is a control token"):
+            Encoder(tokenizer, 99)(record)
+
+
 def test_a_text_that_begins_with_the_start_token_gets_no_second_one() -> None:
     tokenizer = train_tokenizer()
     tokenizer.bos_token = "<|im_start|>"

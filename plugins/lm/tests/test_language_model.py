@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import sys
 import time
@@ -104,6 +105,17 @@ def test_what_could_run_code_and_what_is_missing_is_refused(llama: Path, tmp_pat
     assert not (tmp_path / "ran").exists()
     with pytest.raises(paceline.TaskError, match=r"there is no config.json"):
         LanguageModel(model=str(tmp_path)).build_model()
+
+
+def test_a_name_that_cannot_be_loaded_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(paceline.TaskError, match=r"hf:nowhere: there is no such directory, and .* is ORG/NAME"):
+        LanguageModel(model="nowhere").build_model()
+    monkeypatch.setattr("paceline_lm.language_model.ENDPOINT", "https://hub.invalid")
+    monkeypatch.setattr("paceline_lm.language_model.HF_HUB_OFFLINE", False)
+    for variable in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(variable)
+    with pytest.raises(paceline.TaskError, match=r"hf:no/where: the Hub cannot be reached \("):
+        LanguageModel(model="no/where").build_model()
 
 
 def test_a_flag_of_a_field_needs_its_value(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,10 +31,18 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
         lora: which layers, and the adapters' size.
 
     Raises:
-        ConfigError: peft is not installed or refuses a layer, no linear layer is meant, or a layer shares its weight.
+        ConfigError: peft is not installed or refuses a layer, no linear layer is meant, a layer shares its weight, or
+            the shapes do not say which weights are transposed.
     """
     layers = target_layers(module, lora)
     _check_is_own(module, layers)
+    transposed = [_is_conv1d(module.get_submodule(name)) for name in layers]
+    shapes = [tuple(module.get_parameter(f"{name}.weight").shape) for name in layers]
+    if any(transposed) and not (all(transposed) and any(rows != columns for rows, columns in shapes)):
+        raise ConfigError(
+            "--lora: with a Conv1D of transformers, all layers must be such, and one of them not square. Name others "
+            "with target=."
+        )
     require_peft()
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -45,6 +53,7 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
         # Of a list, peft takes a name also for the end of others, whatever layers they are.
         target_modules="|".join(map(re.escape, layers)),
         bias="none",
+        fan_in_fan_out=any(transposed),
     )
     try:
         with silence_loggers(*NOISY):
@@ -59,13 +68,13 @@ def target_layers(module: nn.Module, lora: Lora) -> list[str]:
     Raises:
         ConfigError: a target names no linear layer.
     """
-    linear = [name for name, layer in module.named_modules() if type(layer) is nn.Linear]
+    linear = [name for name, layer in module.named_modules() if type(layer) is nn.Linear or _is_conv1d(layer)]
     if lora.targets == (ALL_LINEAR,):
         found = linear[:-1]
         if not found:
             raise ConfigError(
                 f"--lora: the model has {len(linear)} linear layers, and {ALL_LINEAR} is all but the last. "
-                "Name them with target=. Only torch.nn.Linear can have adapters, not the Conv1D of GPT-2."
+                "Name them with target=. Only torch.nn.Linear and the Conv1D of GPT-2 can have adapters."
             )
         return found
     found = []
@@ -73,11 +82,16 @@ def target_layers(module: nn.Module, lora: Lora) -> list[str]:
         meant = [name for name in linear if fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")]
         if not meant:
             raise ConfigError(
-                f"--lora target={target}: no torch.nn.Linear of the model has such a name. Those there are: "
+                f"--lora target={target}: no linear layer of the model has such a name. Those there are: "
                 f"{join_names(linear) or 'none'}."
             )
         found += [name for name in meant if name not in found]
     return found
+
+
+def _is_conv1d(layer: nn.Module) -> bool:
+    """Return whether a layer is transformers' linear layer whose weight is (in, out), as GPT-2 has it."""
+    return (type(layer).__module__, type(layer).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def _check_is_own(module: nn.Module, layers: list[str]) -> None:
@@ -146,11 +160,12 @@ def merge_adapters(state: Mapping[str, Any], lora: Lora) -> dict[str, Any]:
     Raises:
         CheckpointError: an adapter has only one of its two matrices.
     """
-    plain = base_weights(state)
+    plain, deltas = base_weights(state), {}
     for layer in adapted_layers(state):
         a, b = matrices(state, layer)
-        weight = plain.get(f"{layer}.weight")
-        if weight is None:
+        if f"{layer}.weight" not in plain:
             raise CheckpointError(f"the adapter of {layer!r} is incomplete: its layer is missing.")
-        plain[f"{layer}.weight"] = weight + b @ a * lora.scaling
-    return plain
+        deltas[f"{layer}.weight"] = b @ a * lora.scaling
+    # Of square weights too, since add_adapters has seen that all layers are of one kind.
+    transposed = any(plain[name].shape != delta.shape for name, delta in deltas.items())
+    return plain | {name: plain[name] + (delta.T if transposed else delta) for name, delta in deltas.items()}

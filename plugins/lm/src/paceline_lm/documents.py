@@ -29,7 +29,7 @@ from paceline.core.files import parse_json, user_directory
 from paceline_lm.encoding import Encoder
 from paceline_lm.token_loss import IGNORED
 
-_FORMAT = 5
+_FORMAT = 6
 """Of the cached file; another way to encode documents is another number."""
 
 

@@ -50,7 +50,9 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
         self._tokenizer = tokenizer
         self._context = context
-        self.special = frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+        controls = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special = frozenset(controls)
+        self._controls = [str(token.content) for token in controls.values()]
         self._marks_answers = re.search(r"{%-?\s*generation\s*-?%}", _template(tokenizer)) is not None
 
     def __call__(self, record: Mapping[str, Any]) -> list[Encoded]:
@@ -70,7 +72,8 @@ class Encoder:
                 self._check_is_rendered(messages, record.get("tools"))
                 text = self._render(messages, record.get("tools"))
                 start = len(self._start_of(len(prompt), messages, text, record.get("tools")))
-                tokens, labelled = self._mark(text, [(start, len(text))], special=False)
+                plain = self._asked(messages, text, record.get("tools"))
+                tokens, labelled = self._mark(text, [(start, len(text))], special=False, plain=plain)
             case {"text": str(text)}:
                 tokens, labelled = self._encode_text(text, (0, len(text)))
                 return self._divide(tokens, labelled)
@@ -130,19 +133,76 @@ class Encoder:
             return False
 
     def _encode_chat(self, messages: Messages, tools: Any) -> tuple[list[int], list[bool]]:
+        text = self._render(messages, tools)
+        plain = self._asked(messages, text, tools)
         if not self._marks_answers:
-            text = self._render(messages, tools)
             spans = [
                 self._answer(n, messages, text, tools) for n, message in enumerate(messages) if _is_answer(message)
             ]
-            return self._mark(text, spans, special=False)
+            return self._mark(text, spans, special=False, plain=plain)
         try:
             encoded = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise _unrendered(error) from error
-        return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
+        marks = [bool(mark) for mark in encoded["assistant_masks"]]
+        if not plain:
+            return list(encoded["input_ids"]), marks
+        bounds = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        return self._as_text(text, list(encoded["input_ids"]), marks, bounds, plain)
+
+    def _asked(self, messages: Messages, text: str, tools: Any) -> list[Span]:
+        """Return where in a text the contents of messages are, but for answers, that name a control token.
+
+        Raises:
+            TaskError: the template rewrites such a content.
+        """
+        contents = {
+            number: str(message["content"])
+            for number, message in enumerate(messages)
+            if not _is_answer(message) and any(token in str(message.get("content")) for token in self._controls)
+        }
+        if not contents:
+            return []
+        kept = [
+            {**message, "content": f"\ue000{number}\ue000"} if number in contents else message
+            for number, message in enumerate(messages)
+        ]
+        spans, start = [], 0
+        for n, part in enumerate(re.split("\ue000(\\d+)\ue000", self._render(kept, tools))):
+            content = contents[int(part)] if n % 2 else part
+            inside = content if text.startswith(content, start) else content.strip()
+            if not text.startswith(inside, start):
+                break
+            if n % 2:
+                spans.append((start, start + len(inside)))
+            start += len(inside)
+        if start != len(text):
+            found = next(token for token in self._controls if any(token in content for content in contents.values()))
+            raise TaskError(
+                f"a message contains {found!r}, which is a control token, and the chat template rewrites the message, "
+                "so it cannot be made text. Remove it there."
+            )
+        return spans
+
+    def _as_text(
+        self,
+        text: str,
+        tokens: list[int],
+        labelled: list[bool],
+        bounds: Sequence[Span],
+        plain: Sequence[Span],
+    ) -> tuple[list[int], list[bool]]:
+        """Replace control tokens in some spans of a text by the tokens of their characters."""
+        found: list[tuple[int, bool]] = []
+        for word, mark, (start, stop) in zip(tokens, labelled, bounds, strict=True):
+            words = [word]
+            if word in self.special and any(a <= start < b for a, b in plain):
+                name = text[start:stop]
+                words = self._tokenizer(name, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            found += [(each, mark) for each in words]
+        return [word for word, _ in found], [mark for _, mark in found]
 
     def _answer(self, number: int, messages: Messages, text: str, tools: Any) -> Span:
         """Return what the template appends for an answer to the text of the messages before it."""
@@ -168,11 +228,18 @@ class Encoder:
             raise _unrendered(error) from error
         return text
 
-    def _mark(self, text: str, spans: Sequence[Span], *, special: bool) -> tuple[list[int], list[bool]]:
-        """Encode a text; a token is a label if it begins in one of the spans, and has at least a character."""
+    def _mark(
+        self, text: str, spans: Sequence[Span], *, special: bool, plain: Sequence[Span] = ()
+    ) -> tuple[list[int], list[bool]]:
+        """Encode a text; a token is a label if it begins in one of the spans, and has at least a character.
+
+        Args:
+            plain: where no control token is meant.
+        """
         encoded = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
         bounds = encoded["offset_mapping"]
-        return encoded["input_ids"], [any(a <= start < b for a, b in spans) and start < stop for start, stop in bounds]
+        marks = [any(a <= start < b for a, b in spans) and start < stop for start, stop in bounds]
+        return self._as_text(text, encoded["input_ids"], marks, bounds, plain)
 
 
 def _without_first_label(tokens: list[int], labelled: list[bool], num_cut: int = 0) -> Encoded:

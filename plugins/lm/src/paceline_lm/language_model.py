@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -82,6 +88,8 @@ class LanguageModel(TransformersTask):
         """
         if Path(self.model).is_dir() and not Path(self.model, "config.json").is_file():
             raise TaskError(f"hf:{self.model}: there is no config.json. Give the directory of a transformers model.")
+        if not Path(self.model).is_dir():
+            _require_hub(self.model)
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(self.model, trust_remote_code=False)
         except (OSError, ValueError) as error:
@@ -225,3 +233,18 @@ class _Report(Callback):
 
     def on_eval_end(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
         return self._inner.on_eval_end(split, metrics)
+
+
+def _require_hub(name: str) -> None:
+    """Refuse a name that the Hub cannot have, and a Hub that has no address here: its client would try for 23 s."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise TaskError(f"hf:{name}: there is no such directory, and a name on the Hub is ORG/NAME.")
+    host = urllib.parse.urlsplit(ENDPOINT).hostname
+    if HF_HUB_OFFLINE or urllib.request.getproxies() or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        socket.create_connection((host, 443), timeout=5).close()
+    except OSError as error:
+        raise TaskError(
+            f"hf:{name}: the Hub cannot be reached ({error}), and the model is not in its cache. Give a directory."
+        ) from error
