@@ -75,6 +75,7 @@ class Causal(TransformersTask):
         return model(config)
 
     def build_dataset(self, split: str) -> Any:
-        if split != "train":
+        if split == "test":
             return None
-        return [{"input_ids": words, "labels": words} for words in torch.randint(3, 40, (24, 9))]
+        length = 24 if split == "train" else 4
+        return [{"input_ids": words, "labels": words} for words in torch.randint(3, 40, (length, 9))]

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plugins.lm.tests.causal_models import KINDS, Causal
+from plugins.lm.tests.causal_models import KINDS, SIZES, Causal
 from tests.processes import Processes
+from torch.distributed.tensor.parallel import RowwiseParallel
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import paceline
 from paceline.parallel.pipeline.stages import find_blocks
+from paceline.parallel.tp_autoplan import infer_tp_plan
 from paceline.parallel.wrap_units import model_blocks
 
 ROOT = Path(__file__).parents[3]
@@ -111,6 +114,29 @@ def test_two_processes_have_the_bits_of_one(run_processes: Processes, tmp_path: 
     jobs = [job(kind, tmp_path / f"{kind}-2", options) for kind, options in kinds.items()]
     both = train(run_processes, tmp_path, 2, jobs)
     assert [verdict(*pair) for pair in zip(both, alone, strict=True)] == ["equal", "equal"]
+
+
+def test_tensors_are_split_by_the_model_s_own_plan() -> None:
+    plan = infer_tp_plan(Causal(kind="llama").build_model(), 2)
+    paired = {name for name, style in plan.items() if isinstance(style, RowwiseParallel)}
+    assert paired == {f"model.layers.{n}.{part}" for n in range(2) for part in ("self_attn.o_proj", "mlp.down_proj")}
+    with pytest.raises(paceline.ConfigError, match="4 processes cannot share the 2 heads"):
+        infer_tp_plan(Causal(kind="llama").build_model(), 4)
+    # Its norms of heads would have a part of their gradient on each rank, so attention is whole between its layers.
+    norms_of_heads = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8))
+    plan = infer_tp_plan(norms_of_heads, 2)
+    assert {name for name, style in plan.items() if isinstance(style, RowwiseParallel)} == {
+        f"model.layers.{n}.mlp.down_proj" for n in range(2)
+    }
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["llama", "phi"])
+def test_split_tensors_compute_the_model_within_rounding(run_processes: Processes, kind: str) -> None:
+    task = f"{DRIVER.with_name('causal_models.py')}:Causal"
+    command = ("verify", task, "--set", f"kind={kind}", "--strategies", "tp", "--worlds", "2", "--steps", "2")
+    done = run_processes.paceline(*command, timeout_s=280)
+    assert "Every strategy meets its guarantee." in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("kind", KINDS)

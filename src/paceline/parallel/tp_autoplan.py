@@ -296,13 +296,13 @@ Plan = Mapping[str, ParallelStyle]
 
 
 def infer_tp_plan(module: nn.Module, degree: int) -> dict[str, ParallelStyle]:
-    """Infer a plan for a model: pairs of layers, embeddings, and single linear layers.
+    """Infer a plan for a model: pairs of layers, its own or found ones, embeddings, and single linear layers.
 
     Raises:
         ConfigError: a pair cannot be divided equally, or there is nothing to split.
     """
-    plan: dict[str, ParallelStyle] = {}
-    found_pairs = pairs(module)
+    plan, found_pairs = _plan_of_model(module)
+    found_pairs = found_pairs or pairs(module)
     for pair in found_pairs:
         _require_divisible(pair, found_pairs, degree)
         plan |= {name: ColwiseParallel() for name in pair.columns}
@@ -323,6 +323,39 @@ def infer_tp_plan(module: nn.Module, degree: int) -> dict[str, ParallelStyle]:
             "share. Use --strategy ddp, or fsdp."
         )
     return plan
+
+
+_COLUMNS, _ROWS, _ROWS_OF_WHOLE = "colwise", "rowwise", "rowwise_split_input"
+
+
+def _plan_of_model(module: nn.Module) -> tuple[dict[str, ParallelStyle], list[Pair]]:
+    """Return the plan that a model of ``transformers`` has in ``_tp_plan``: single layers, and pairs by module.
+
+    A module for which the plan has another style, or names other than linear layers, is left out as a whole.
+    """
+    patterns = dict(getattr(module, "_tp_plan", None) or {})
+    layers = {name: layer for name, layer in module.named_modules() if type(layer) is nn.Linear}
+    names = [name for name, _ in (*module.named_modules(), *module.named_parameters())]
+    matching = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
+    is_known = {
+        pattern: patterns[pattern] in (_COLUMNS, _ROWS, _ROWS_OF_WHOLE) and layers.keys() >= set(matching[pattern])
+        for pattern in patterns
+        if "." in pattern and matching[pattern]
+    }
+    unknown = {pattern.rpartition(".")[0] for pattern, known in is_known.items() if not known}
+    plan: dict[str, ParallelStyle] = {}
+    found: list[Pair] = []
+    for pattern in is_known:
+        if pattern.rpartition(".")[0] in unknown:
+            continue
+        for name in matching[pattern]:
+            if patterns[pattern] == _COLUMNS:
+                width = getattr(module.get_submodule(name.rpartition(".")[0]), "head_dim", 1)
+                found.append(Pair((name,), (), layers[name].out_features // width, heads=width > 1))
+            else:
+                is_whole = patterns[pattern] == _ROWS_OF_WHOLE
+                plan[name] = RowwiseParallel(input_layouts=Replicate()) if is_whole else RowwiseParallel()
+    return plan, found
 
 
 def describe_tp_plan(module: nn.Module, plan: Plan, degree: int) -> str:
