@@ -212,7 +212,7 @@ class BucketQueue:
         self._bucket_of = layout.bucket_of
         self._sizes = [layout.bucket_of.count(bucket) for bucket in range(len(layout.buckets))]
         self._num_with_gradients = 1 + max(layout.bucket_of, default=-1)
-        self._absent: list[int] = []  # nodes of this rank without a micro-batch in this step
+        self._absent: list[int] = []  # subtrees of this rank without a micro-batch in this step
         self._missing: list[int] = []  # gradients of each bucket; empty before the last micro-batch
         self._merges: Sequence[tuple[int, int]] = ()  # after the last micro-batch, bucket by bucket
         self._next = 0
@@ -222,7 +222,7 @@ class BucketQueue:
         return bool(self._missing)
 
     def begin(self, absent: list[int]) -> None:
-        """Begin a step in which some nodes of this rank have no micro-batch."""
+        """Begin a step in which some subtrees of this rank have no micro-batch."""
         self._absent = absent
         self._missing = []
         self._merges = ()
@@ -355,8 +355,10 @@ class GradientReducer:
         self._remaining = deque(zip(present, self.plan.accumulation(self._rank, present), strict=True))
         absent: list[int] = []
         if len(present) < self.plan.work_split[self._rank]:
-            nodes = self.plan.subtrees[self._rank]
-            absent = [i for i, node in enumerate(nodes) if not any(node.start <= k < node.stop for k in present)]
+            subtrees = self.plan.subtrees[self._rank]
+            absent = [
+                i for i, subtree in enumerate(subtrees) if not any(subtree.start <= k < subtree.stop for k in present)
+            ]
         self._sums = []
         self._gradients.begin()
         self._queue.begin(absent)
@@ -494,8 +496,8 @@ class GradientReducer:
             self._activity.end_collective()
             self._check(rows)
             self._activity.begin_collective("all-reduce")
-        sums = self._header.node_sums(headers)
-        present = tuple(node.samples > 0 for node in sums)
+        sums = self._header.subtree_sums(headers)
+        present = tuple(subtree.samples > 0 for subtree in sums)
         if not any(present):
             raise DataError(
                 "the training stream has no sample for this step, on any rank. "

@@ -1,9 +1,10 @@
 """The order in which gradients are summed: pure functions of micro-batch numbers.
 
-``exact`` sums along one binary tree over the micro-batches 0..P-1 (P the power of two at or above S), whose nodes are
-aligned: a node of size 2^k starts at a multiple of 2^k. A rank owns a range of micro-batches and sums the largest
-complete nodes inside it locally; the group computes the upper part of the same tree. The additions, and with them the
-bits, are therefore the same for every number of ranks. A micro-batch missing in a short batch is absent from every sum.
+``exact`` sums along one binary tree over the micro-batches 0..P-1 (P the power of two at or above S), whose subtrees
+are aligned: a subtree of size 2^k starts at a multiple of 2^k. A rank owns a range of micro-batches and sums the
+largest complete subtrees inside it locally; the group computes the upper part of the same tree. The additions, and with
+them the bits, are therefore the same for every number of ranks. A micro-batch missing in a short batch is absent from
+every sum.
 
 ``allreduce`` adds a rank's micro-batches from left to right, then the ranks from left to right.
 """
@@ -48,11 +49,11 @@ class Accumulate:
 
 @dataclass(frozen=True)
 class Combine:
-    """The group's part of the sum, over all ranks' nodes, numbered in micro-batch order.
+    """The group's part of the sum, over all ranks' subtrees, numbered in micro-batch order.
 
     Attributes:
-        additions: ``(into, other)`` pairs of node numbers, in order.
-        root: the node with the total.
+        additions: ``(into, other)`` pairs of subtree numbers, in order.
+        root: the subtree with the total.
     """
 
     additions: tuple[tuple[int, int], ...]
@@ -106,7 +107,7 @@ class ReductionPlan:
 
     @functools.cached_property
     def subtrees(self) -> tuple[tuple[Subtree, ...], ...]:
-        """Each rank's nodes; a node's position in this tuple is the index of its buffer."""
+        """Each rank's subtrees; a subtree's position in this tuple is the index of its buffer."""
         ranges = (self.microbatches_of(rank) for rank in range(self.world_size))
         if self.interleaved:
             return tuple(tuple(Subtree(microbatch, 1) for microbatch in microbatches) for microbatches in ranges)
@@ -120,8 +121,8 @@ class ReductionPlan:
     def num_grad_buffers(self) -> tuple[int, ...]:
         """Maximum number of gradient buffers of each rank; a spare needs one, for the total."""
         return tuple(
-            max((position + _depth(node, self.kind) for position, node in enumerate(nodes)), default=1)
-            for nodes in self.subtrees
+            max((position + _depth(subtree, self.kind) for position, subtree in enumerate(subtrees)), default=1)
+            for subtrees in self.subtrees
         )
 
     def accumulation(self, rank: int, present: Sequence[int]) -> tuple[Accumulate, ...]:
@@ -140,8 +141,8 @@ class ReductionPlan:
         return most
 
     def combination(self, present: tuple[bool, ...]) -> Combine:
-        """Return how the nodes of all ranks are added, given which of them have a sum."""
-        return _combination(tuple(n for nodes in self.subtrees for n in nodes), present, self.kind)
+        """Return how the subtrees of all ranks are added, given which of them have a sum."""
+        return _combination(tuple(n for subtrees in self.subtrees for n in subtrees), present, self.kind)
 
 
 def equal_work_split(num_microbatches: int, ranks: int) -> tuple[int, ...]:
@@ -151,36 +152,38 @@ def equal_work_split(num_microbatches: int, ranks: int) -> tuple[int, ...]:
 
 
 def whole_subtrees(microbatches: range) -> tuple[Subtree, ...]:
-    """Split a range of micro-batches into the fewest aligned nodes, from left to right."""
-    nodes = []
+    """Split a range of micro-batches into the fewest aligned subtrees, from left to right."""
+    subtrees = []
     start = microbatches.start
     while start < microbatches.stop:
         alignment = start & -start if start else 1 << microbatches.stop.bit_length()
         size = min(alignment, 1 << (microbatches.stop - start).bit_length() - 1)
-        nodes.append(Subtree(start, size))
+        subtrees.append(Subtree(start, size))
         start += size
-    return tuple(nodes)
+    return tuple(subtrees)
 
 
-def _depth(node: Subtree, kind: ReductionOrder) -> int:
-    # Two neighbouring leaves share a buffer, so a node of 2^k leaves holds at most k open buffers.
-    return 1 if kind == "allreduce" else max(1, node.size.bit_length() - 1)
+def _depth(subtree: Subtree, kind: ReductionOrder) -> int:
+    # Two neighbouring leaves share a buffer, so a subtree of 2^k leaves holds at most k open buffers.
+    return 1 if kind == "allreduce" else max(1, subtree.size.bit_length() - 1)
 
 
 @functools.lru_cache(maxsize=1024)
-def _accumulation(nodes: tuple[Subtree, ...], present: tuple[int, ...], kind: ReductionOrder) -> tuple[Accumulate, ...]:
+def _accumulation(
+    subtrees: tuple[Subtree, ...], present: tuple[int, ...], kind: ReductionOrder
+) -> tuple[Accumulate, ...]:
     steps: list[Accumulate] = []
-    for position, node in enumerate(nodes):
-        leaves = [microbatch for microbatch in present if node.start <= microbatch < node.stop]
+    for position, subtree in enumerate(subtrees):
+        leaves = [microbatch for microbatch in present if subtree.start <= microbatch < subtree.stop]
         if kind == "allreduce":
             steps += [Accumulate(position, leaf == leaves[0], ()) for leaf in leaves]
         else:
-            steps += _node_accumulation(position, leaves)
+            steps += _subtree_accumulation(position, leaves)
     return tuple(steps)
 
 
-def _node_accumulation(first_buffer: int, leaves: list[int]) -> list[Accumulate]:
-    """Sum one node's present leaves depth first, with open partial sums in a stack of buffers."""
+def _subtree_accumulation(first_buffer: int, leaves: list[int]) -> list[Accumulate]:
+    """Sum one subtree's present leaves depth first, with open partial sums in a stack of buffers."""
     steps: list[Accumulate] = []
     stack: list[int] = []  # the micro-batch at which each open partial sum starts
     for index, leaf in enumerate(leaves):
@@ -202,7 +205,7 @@ def _node_accumulation(first_buffer: int, leaves: list[int]) -> list[Accumulate]
 
 
 @functools.lru_cache(maxsize=1024)
-def _combination(nodes: tuple[Subtree, ...], present: tuple[bool, ...], kind: ReductionOrder) -> Combine:
+def _combination(subtrees: tuple[Subtree, ...], present: tuple[bool, ...], kind: ReductionOrder) -> Combine:
     non_empty = [number for number, is_present in enumerate(present) if is_present]
     assert non_empty, "a step without a single sample"
     if kind == "allreduce":
@@ -214,8 +217,8 @@ def _combination(nodes: tuple[Subtree, ...], present: tuple[bool, ...], kind: Re
             return numbers[0]
         half = size // 2
         middle = start + half
-        left = [number for number in numbers if nodes[number].start < middle]
-        right = [number for number in numbers if nodes[number].start >= middle]
+        left = [number for number in numbers if subtrees[number].start < middle]
+        right = [number for number in numbers if subtrees[number].start >= middle]
         if not right:
             return total(start, half, left)
         if not left:
@@ -224,5 +227,5 @@ def _combination(nodes: tuple[Subtree, ...], present: tuple[bool, ...], kind: Re
         additions.append((into, other))
         return into
 
-    root = total(0, 1 << (max(node.stop for node in nodes) - 1).bit_length(), non_empty)
+    root = total(0, 1 << (max(subtree.stop for subtree in subtrees) - 1).bit_length(), non_empty)
     return Combine(tuple(additions), root)

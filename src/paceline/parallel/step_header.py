@@ -1,4 +1,4 @@
-"""A rank's header, sent with a step's gradients: first bad micro-batch, row, used parameters, nodes' sums."""
+"""A rank's header, sent with a step's gradients: first bad micro-batch, row, used parameters, subtrees' sums."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class MicrobatchSums:
     checksum: int
 
 
-class NodeSums(NamedTuple):
-    """The sums over the micro-batches of one node of the tree; without a micro-batch, all are 0."""
+class SubtreeSums(NamedTuple):
+    """The sums over the micro-batches of one subtree of the tree; without a micro-batch, all are 0."""
 
     samples: float = 0.0
     weight: float = 0.0
     loss_sum: float = 0.0
     checksum: float = 0.0
 
-    def plus(self, other: NodeSums) -> NodeSums:
-        """Return the sums of both nodes."""
-        return NodeSums(
+    def plus(self, other: SubtreeSums) -> SubtreeSums:
+        """Return the sums of both subtrees."""
+        return SubtreeSums(
             self.samples + other.samples,
             self.weight + other.weight,
             self.loss_sum + other.loss_sum,
@@ -43,7 +43,7 @@ class NodeSums(NamedTuple):
         )
 
 
-_NODE_LENGTH = len(NodeSums._fields)
+_SUBTREE_LENGTH = len(SubtreeSums._fields)
 
 
 # --- A set of parameters, as the bits of an integer, in float64 numbers ---
@@ -88,8 +88,8 @@ class StepHeader:
         self._rank = rank
         self._num_parameters = num_parameters
         self._row = slice(1, 1 + row_length)  # after the first bad micro-batch
-        self._used = slice(self._row.stop, self._row.stop + set_length(num_parameters))  # the nodes' sums follow
-        self.length = self._used.stop + _NODE_LENGTH * max(len(nodes) for nodes in plan.subtrees)
+        self._used = slice(self._row.stop, self._row.stop + set_length(num_parameters))  # the subtrees' sums follow
+        self.length = self._used.stop + _SUBTREE_LENGTH * max(len(subtrees) for subtrees in plan.subtrees)
 
     def pack(self, row: Sequence[float], used: int, microbatches_sums: Sequence[MicrobatchSums]) -> list[float]:
         """Return the header of this rank, which has computed these micro-batches, in order.
@@ -100,26 +100,26 @@ class StepHeader:
             microbatches_sums: of each micro-batch.
         """
         assert len(row) == self._row.stop - self._row.start
-        nodes = self._plan.subtrees[self._rank]
+        subtrees = self._plan.subtrees[self._rank]
         microbatches = [sums.microbatch for sums in microbatches_sums]
         numbers = read_numbers([number for sums in microbatches_sums for number in (sums.weight, sums.loss_sum)])
         weights, losses = numbers[::2], numbers[1::2]
         bad_microbatch = _NO_MICROBATCH
-        node_sums = [NodeSums()] * self._plan.num_grad_buffers[self._rank]
+        subtree_sums = [SubtreeSums()] * self._plan.num_grad_buffers[self._rank]
         # The same additions in the same order as for the gradients, in float64.
         for step, sums, weight, loss in zip(
             self._plan.accumulation(self._rank, microbatches), microbatches_sums, weights, losses, strict=True
         ):
-            values = NodeSums(sums.samples, weight, loss, sums.checksum)
-            node_sums[step.buffer] = values if step.fresh else node_sums[step.buffer].plus(values)
+            values = SubtreeSums(sums.samples, weight, loss, sums.checksum)
+            subtree_sums[step.buffer] = values if step.fresh else subtree_sums[step.buffer].plus(values)
             for into, other in step.merges:
-                node_sums[into] = node_sums[into].plus(node_sums[other])
+                subtree_sums[into] = subtree_sums[into].plus(subtree_sums[other])
             if bad_microbatch == _NO_MICROBATCH and not (math.isfinite(loss) and math.isfinite(weight)):
                 bad_microbatch = sums.microbatch
         header = [bad_microbatch, *row, *pack_set(used, self._num_parameters)]
-        for node, of_node in zip(nodes, node_sums, strict=False):
-            has_microbatch = any(node.start <= microbatch < node.stop for microbatch in microbatches)
-            header += of_node if has_microbatch else NodeSums()
+        for subtree, of_subtree in zip(subtrees, subtree_sums, strict=False):
+            has_microbatch = any(subtree.start <= microbatch < subtree.stop for microbatch in microbatches)
+            header += of_subtree if has_microbatch else SubtreeSums()
         return header + [0.0] * (self.length - len(header))
 
     def rows(self, headers: Sequence[Sequence[float]]) -> list[Sequence[float]]:
@@ -130,12 +130,12 @@ class StepHeader:
         """Return the parameters that any rank has used, as a set of bits."""
         return union(header[self._used] for header in headers)
 
-    def node_sums(self, headers: Sequence[Sequence[float]]) -> list[NodeSums]:
-        """Return the sums of each node, in the order of the plan."""
+    def subtree_sums(self, headers: Sequence[Sequence[float]]) -> list[SubtreeSums]:
+        """Return the sums of each subtree, in the order of the plan."""
         return [
-            NodeSums(*headers[rank][self._used.stop + _NODE_LENGTH * i :][:_NODE_LENGTH])
-            for rank, nodes in enumerate(self._plan.subtrees)
-            for i in range(len(nodes))
+            SubtreeSums(*headers[rank][self._used.stop + _SUBTREE_LENGTH * i :][:_SUBTREE_LENGTH])
+            for rank, subtrees in enumerate(self._plan.subtrees)
+            for i in range(len(subtrees))
         ]
 
     def bad_microbatch(self, headers: Sequence[Sequence[float]]) -> int | None:

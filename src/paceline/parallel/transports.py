@@ -23,7 +23,7 @@ from paceline.parallel.world import World
 # --- The interface, and the transport of a single process ---
 #
 # A transport owns the gradient buffers, because it must allocate shared memory. A gradient buffer has one flat buffer
-# for each dtype, and holds the sum of one node of the :class:`~paceline.parallel.reduction_tree.ReductionPlan`.
+# for each dtype, and holds the sum of one subtree of the :class:`~paceline.parallel.reduction_tree.ReductionPlan`.
 
 
 GradBuffer = dict[torch.dtype, torch.Tensor]
@@ -47,13 +47,13 @@ class Transport(Protocol):
     """Whether :meth:`launch` may send while backward runs."""
 
     def launch(self, bucket: int) -> None:
-        """Send one bucket, with zeros for a node without micro-batches; called once a step, in the buckets' order."""
+        """Send one bucket, with zeros for a subtree without micro-batches; once a step, in the buckets' order."""
 
     def exchange(self, header: Sequence[float]) -> list[Sequence[float]]:
         """Return every rank's header (float64); called when the gradient buffers are complete."""
 
     def reduce(self, combine: Combine) -> None:
-        """Add all nodes as ``combine`` says; the total is in every rank's buffer 0."""
+        """Add all subtrees as ``combine`` says; the total is in every rank's buffer 0."""
 
     def close(self) -> None:
         """Free the buffers."""
@@ -99,14 +99,14 @@ def add_grad_buffer(into: GradBuffer, other: GradBuffer) -> None:
 # --- The transport over a process group (gloo or NCCL): several hosts, or GPUs ---
 #
 # Each rank with micro-batches owns one chunk of every bucket; the chunks are equal, whatever the work split, because a
-# slow processor need not have a slow network. While backward runs, the other ranks send their nodes' parts of the chunk
-# to its owner, which adds them in the order of the tree and sends the total to all ranks. If each rank's micro-batches
-# are one node, the volume is that of a ring all-reduce. A spare only receives.
+# slow processor need not have a slow network. While backward runs, the other ranks send their subtrees' parts of the
+# chunk to its owner, which adds them in the order of the tree and sends the total to all ranks. If each rank's
+# micro-batches are one subtree, the volume is that of a ring all-reduce. A spare only receives.
 #
-# All nodes are added, whichever have micro-batches in this step: a sum that began with +0 keeps its bits if zeros are
-# added to it. So messages and additions depend on the plan alone, and on a GPU each bucket is added and gathered during
-# backward, on a stream of its own. NCCL executes the messages of a rank one call after the other; all ranks make the
-# calls in the order of the buckets: scatter 0, gather 0, scatter 1, gather 1.
+# All subtrees are added, whichever have micro-batches in this step: a sum that began with +0 keeps its bits if zeros
+# are added to it. So messages and additions depend on the plan alone, and on a GPU each bucket is added and gathered
+# during backward, on a stream of its own. NCCL executes the messages of a rank one call after the other; all ranks make
+# the calls in the order of the buckets: scatter 0, gather 0, scatter 1, gather 1.
 
 
 class GroupTransport:
@@ -130,8 +130,10 @@ class GroupTransport:
         self._world = world
         self._plan = plan
         self._buckets = buckets
-        self._nodes = [(rank, index) for rank, nodes in enumerate(plan.subtrees) for index in range(len(nodes))]
-        self._combine = plan.combination((True,) * len(self._nodes))
+        self._subtrees = [
+            (rank, index) for rank, subtrees in enumerate(plan.subtrees) for index in range(len(subtrees))
+        ]
+        self._combine = plan.combination((True,) * len(self._subtrees))
         self.grad_buffers = zero_grad_buffers(plan.num_grad_buffers[world.rank], numels, world.device)
         self._all_reduces: list[dist.Work] = []
         self._scattered: list[tuple[int, PendingMessages, dict[int, torch.Tensor]]] = []
@@ -186,12 +188,12 @@ class GroupTransport:
         """Send each owner this rank's parts of its chunk, and receive the other ranks' parts of this rank's.
 
         Returns:
-            The messages, and all nodes' parts of this rank's chunk, by node number.
+            The messages, and all subtrees' parts of this rank's chunk, by subtree number.
         """
         rank = self._world.rank
         own = self._chunk(bucket, rank)
         sends, receives, parts = [], [], {}
-        for number, (holder, index) in enumerate(self._nodes):
+        for number, (holder, index) in enumerate(self._subtrees):
             if holder == rank:
                 part = self._part(index, bucket)
                 parts[number] = part[own]
@@ -213,7 +215,7 @@ class GroupTransport:
         for into, other in self._combine.additions:
             parts[into].add_(parts[other])
         total = parts[self._combine.root]
-        rank, tag = self._world.rank, len(self._nodes)
+        rank, tag = self._world.rank, len(self._subtrees)
         result = self._part(0, bucket)
         own = result[self._chunk(bucket, rank)]
         if own.data_ptr() != total.data_ptr():
@@ -254,8 +256,8 @@ def gather_headers(world: World, header: Sequence[float]) -> list[Sequence[float
 # --- The transport between CPU ranks of one host: all gradient buffers are in one shared mapping ---
 #
 # Autograd accumulates directly into the mapping, so no copy is needed. A step takes two barriers. Between them only
-# rank r touches chunk r of every gradient buffer of every rank: it adds the nodes in the order of the tree, and writes
-# the total into chunk r of each rank's buffer 0. Chunk sizes follow the work split.
+# rank r touches chunk r of every gradient buffer of every rank: it adds the subtrees in the order of the tree, and
+# writes the total into chunk r of each rank's buffer 0. Chunk sizes follow the work split.
 #
 # A spare has no chunk, so no rank waits for it: it arrives at both barriers at once, and reads the results while the
 # other ranks run the next step. Headers are therefore kept for two steps.
@@ -334,10 +336,10 @@ class SharedMemoryTransport:
         self._is_spare = not microbatches
         chunks = {dtype: _chunk(numel, microbatches, plan.num_microbatches) for dtype, numel in numels.items()}
         own_chunks = {dtype: chunk for dtype, chunk in chunks.items() if chunk.stop > chunk.start}
-        self._node_chunks = [
+        self._subtree_chunks = [
             [buffers[position][dtype][chunk] for dtype, chunk in own_chunks.items()]
-            for buffers, nodes in zip(all_buffers, plan.subtrees, strict=True)
-            for position in range(len(nodes))
+            for buffers, subtrees in zip(all_buffers, plan.subtrees, strict=True)
+            for position in range(len(subtrees))
         ]
         self._result_chunks = [
             [buffers[0][dtype][chunk] for dtype, chunk in own_chunks.items()] for buffers in all_buffers
@@ -365,9 +367,9 @@ class SharedMemoryTransport:
 
     def reduce(self, combine: Combine) -> None:
         for into, other in combine.additions:
-            for total, part in zip(self._node_chunks[into], self._node_chunks[other], strict=True):
+            for total, part in zip(self._subtree_chunks[into], self._subtree_chunks[other], strict=True):
                 total.add_(part)
-        root = self._node_chunks[combine.root]
+        root = self._subtree_chunks[combine.root]
         for result in self._result_chunks:
             for copy, total in zip(result, root, strict=True):
                 if copy.data_ptr() != total.data_ptr():
@@ -379,7 +381,7 @@ class SharedMemoryTransport:
         self._barrier.close()
         for views in (
             self.grad_buffers,
-            self._node_chunks,
+            self._subtree_chunks,
             self._result_chunks,
             self._headers,
             self._next_headers,

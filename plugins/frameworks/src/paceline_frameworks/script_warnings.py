@@ -33,7 +33,7 @@ def script_warnings(spec: LaunchSpec, on: str) -> Iterator[str]:
         tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError):  # the script's own process says so
         return
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [part for part in ast.walk(tree) if isinstance(part, ast.Call)]
     imported = set(_imported_packages(tree))
     copies = f"each of the {spec.world_size} processes may train a copy by itself"
     if spec.world_size > 1 and imported & {"lightning", "pytorch_lightning", "lightning_fabric"}:
@@ -85,8 +85,8 @@ def script_warnings(spec: LaunchSpec, on: str) -> Iterator[str]:
 
 
 def _imported_packages(tree: ast.Module) -> Iterator[str]:
-    modules = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    modules += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules = [alias.name for part in ast.walk(tree) if isinstance(part, ast.Import) for alias in part.names]
+    modules += [part.module or "" for part in ast.walk(tree) if isinstance(part, ast.ImportFrom)]
     return (module.partition(".")[0] for module in modules)
 
 

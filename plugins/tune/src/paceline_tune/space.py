@@ -298,12 +298,12 @@ def parse_constraint(text: str, names: Mapping[str, object]) -> Constraint:
         tree = ast.parse(text.strip()[: _MAX_CONSTRAINT + 1], mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ConfigError(f"--constraint {text!r} cannot be read: {form}.") from None
-    used = frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+    used = frozenset(part.id for part in ast.walk(tree) if isinstance(part, ast.Name))
     allowed = (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.Name, ast.Constant, ast.Load, ast.boolop)
     operators = (*_OPERATORS, ast.Not, ast.USub)
     if (
         len(text) > _MAX_CONSTRAINT
-        or not all(isinstance(node, (*allowed, *operators)) for node in ast.walk(tree))
+        or not all(isinstance(part, (*allowed, *operators)) for part in ast.walk(tree))
         or not used
     ):
         raise ConfigError(f"--constraint {text!r} cannot be read: {form}.")
@@ -314,8 +314,8 @@ def parse_constraint(text: str, names: Mapping[str, object]) -> Constraint:
     return Constraint(text, tree, used)
 
 
-def _compute(node: ast.expr, parameters: Parameters) -> Any:
-    match node:
+def _compute(part: ast.expr, parameters: Parameters) -> Any:
+    match part:
         case ast.Name(id=name):
             return parameters[name]
         case ast.Constant(value=value):
@@ -336,4 +336,4 @@ def _compute(node: ast.expr, parameters: Parameters) -> Any:
         case ast.Compare(left=left, ops=ops, comparators=comparators):
             values = tuple(_compute(each, parameters) for each in (left, *comparators))
             return all(_OPERATORS[type(op)](a, b) for op, a, b in zip(ops, values, values[1:], strict=False))
-    raise AssertionError(ast.dump(node))
+    raise AssertionError(ast.dump(part))
