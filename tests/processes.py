@@ -290,7 +290,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         _warm_starts.close()  # a worker of xdist that was forked warm could not start a process from nothing
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     os.environ["TMPDIR"] = tempfile.tempdir = str(_temporary)
-    os.environ |= {name: str(_temporary / name) for name in (*OWN_FOLDERS, "PACELINE_SITE_CONFIG")}
+    os.environ |= {name: str(_temporary / name) for name in OWN_FOLDERS} | {"PACELINE_SITE_CONFIG": os.devnull}
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
 

@@ -42,6 +42,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     monkeypatch.setenv("PACELINE_SITE_CONFIG", str(tmp_path / "site.toml"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     (tmp_path / "home/paceline").mkdir(parents=True)
+    (tmp_path / "site.toml").touch()
     (tmp_path / "project").mkdir()
     (tmp_path / "project/task.py").write_text(TASK)
     paths = {"site": "site.toml", "user": "home/paceline/config.toml", "project": "project/paceline.toml"}
@@ -51,6 +52,17 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
             (tmp_path / paths[name]).write_text(text)
 
     return written
+
+
+def test_a_file_that_the_site_names_and_has_not_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, run_processes: Processes
+) -> None:
+    monkeypatch.setenv("PACELINE_SITE_CONFIG", "/etc/pacelin.toml")
+    done = run_processes.paceline("config")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "paceline: PACELINE_SITE_CONFIG names /etc/pacelin.toml, and there is no such file.\n",
+    )
 
 
 def test_the_nearer_file_the_command_line_and_a_run_that_exists_take_precedence(

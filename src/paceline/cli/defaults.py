@@ -97,7 +97,10 @@ def read_defaults(task: str | None = None) -> FileDefaults:
     project = (file.parent if file.suffix == ".py" else Path()) / "paceline.toml"
     user = user_directory("config") / "config.toml"
     tables: dict[str, dict[str, FileDefault]] = {}
-    for path in (Path(os.environ.get("PACELINE_SITE_CONFIG") or "/etc/paceline.toml"), user, project):
+    named = os.environ.get("PACELINE_SITE_CONFIG")
+    if named and not Path(named).exists():
+        raise ConfigError(f"PACELINE_SITE_CONFIG names {named}, and there is no such file.")
+    for path in (Path(named or "/etc/paceline.toml"), user, project):
         for table, options in _read(path, is_project=path == project).items():
             tables.setdefault(table, {}).update({name: FileDefault(value, path) for name, value in options.items()})
     return FileDefaults(tables)
