@@ -161,7 +161,7 @@ class Monitor:
         if self.rank != 0:
             return
         self._samples += samples
-        due = step % self._log_every == 0 or step == self._total_steps
+        due = self.is_due(step)
         ends_epoch = self._epochs is not None and self._epochs.position(step)[1] == 0
         if due or ends_epoch or perf_counter() >= self._refresh_s:
             self._report(step, epoch, loss() if callable(loss) else loss, learning_rates, rows, due, logged)
