@@ -196,6 +196,24 @@ def test_packed_chats_have_one_hash_on_one_process_and_two(run_processes: Any, l
     assert "<|im_start|>assistant\n[He" in said or "<|im_start|>assistant\n[She" in said
 
 
+def test_samples_are_logged_at_each_evaluation_and_leave_the_bits(
+    run_processes: Any, llama: Path, tmp_path: Path
+) -> None:
+    data, prompts = write_chats(tmp_path / "chats.jsonl"), tmp_path / "prompts.txt"
+    prompts.write_text("Who sees?\n\nWhat is wanted?\n")
+    samples = ("--eval-samples", str(prompts))
+    runs = {"without": (), "with": samples, "sharded": (*samples, "--nproc", "2", "--strategy", "fsdp")}
+    started = {
+        tmp_path / name: train(run_processes, llama, data, tmp_path / name, "--val-fraction", "0.25", *options)
+        for name, options in runs.items()
+    }
+    assert len(hashes(run_processes, started)) == 1
+    texts = [sorted((tmp_path / run / "media" / "samples").glob("*.txt")) for run in ("with", "sharded")]
+    assert len(texts[0]) == 2
+    assert [file.read_text() for file in texts[0]] == [file.read_text() for file in texts[1]]
+    assert texts[0][0].read_text().startswith("Who sees? -> ")
+
+
 @pytest.mark.slow
 def test_a_mixture_of_packs_with_adapters_and_a_validation_split_has_one_hash(
     run_processes: Any, llama: Path, tmp_path: Path

@@ -263,6 +263,7 @@ TASK_PREFIXES: Mapping[str, TaskPrefix] = {
             "context": ("TOKENS", "The most tokens of a document. Default: of a pack, or of the model's positions."),
             "tokens": ("NUMBER", "The tokens to train on, such as 20B, in place of --epochs."),
             "from_scratch": ("", "Initialise the weights: MODEL needs only its configuration."),
+            "eval_samples": ("FILE", "Prompts, a line each, to complete at each evaluation (media/samples)."),
             "lr_schedule": ("NAME", "linear, cosine or constant."),
             "warmup": ("SHARE", "Steps in which the learning rate rises, such as 1%."),
         },

@@ -7,7 +7,7 @@ import re
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,8 +31,9 @@ from paceline.core.task import Callback, Defaults, RankInfo, RunSchedule
 from paceline.torch_internals import FakeTensor
 from paceline_lm.data import Data, DataBuilder
 from paceline_lm.documents import Documents, pad_documents
+from paceline_lm.eval_samples import log_samples, read_prompts
 from paceline_lm.sources import parse_sources, parse_tokens
-from paceline_lm.transformers import Collator, TransformersTask
+from paceline_lm.transformers import Collator, TransformersTask, inside_of
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class LanguageModel(TransformersTask):
             many as a pack, or else the model, has positions.
         tokens: to train on, such as ``20B``: the length of the run, in place of epochs.
         from_scratch: initialise the weights; the directory then needs none.
+        eval_samples: a file of prompts, a line each, which the model completes at each evaluation.
     """
 
     model: str = ""
@@ -64,6 +66,7 @@ class LanguageModel(TransformersTask):
     context: int | None = None
     tokens: int | str | None = None
     from_scratch: bool = False
+    eval_samples: str = ""
     _digests: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _summary: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -76,6 +79,8 @@ class LanguageModel(TransformersTask):
         # Recorded, and so found if the run continues from another directory.
         if Path(self.model).exists():
             self.model = str(Path(self.model).absolute())
+        if self.eval_samples:
+            self.eval_samples = str(Path(self.eval_samples).absolute())
         self.tokens = None if self.tokens is None else parse_tokens(self.tokens)
         self.data = ",".join(map(str, parse_sources(self.data, "--data"))) if self.data else ""
         self.val_data = ",".join(map(str, parse_sources(self.val_data, "--val-data"))) if self.val_data else ""
@@ -161,7 +166,13 @@ class LanguageModel(TransformersTask):
         if self.tokens and schedule.epochs not in (None, 1):
             raise TaskError("--tokens is the length of the run: leave --epochs out, and --max-steps beyond it.")
         shown = "\n".join(self._summary[split] for split in ("train", "val") if split in self._summary)
-        return _Report(super().build_callback(model, schedule), shown)
+        inner = super().build_callback(model, schedule)
+        if not self.eval_samples:
+            return _Report(inner, shown)
+        prompts, tokenizer = read_prompts(Path(self.eval_samples)), self.build_tokenizer()
+        return _ReportWithSamples(
+            inner, shown, lambda module: log_samples(module, inside_of(self, module), tokenizer, prompts), model
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"digests": dict(self._digests)} if self._digests else {}
@@ -233,6 +244,28 @@ class _Report(Callback):
 
     def on_eval_end(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
         return self._inner.on_eval_end(split, metrics)
+
+
+class _ReportWithSamples(_Report):
+    """Logs samples at each evaluation as well.
+
+    Args:
+        log: logs those of a model.
+        model: which is trained.
+    """
+
+    def __init__(self, inner: Callback, summary: str, log: Callable[[nn.Module], None], model: nn.Module) -> None:
+        super().__init__(inner, summary)
+        self._log = log
+        self._model = model
+
+    def attach(self, group: RankInfo, *, step: int, epoch: int) -> None:
+        super().attach(group, step=step, epoch=epoch)
+        if any(parameter.is_meta for parameter in self._model.parameters()):
+            raise TaskError("--eval-samples calls the whole model, which no process of --strategy pp can.")
+
+    def on_eval_begin(self, split: str, module: nn.Module) -> None:
+        self._log(module)
 
 
 def _require_hub(name: str) -> None:

@@ -116,10 +116,10 @@ class TransformersTask(Task):
         return LambdaLR(optimizer, factor)
 
     def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
-        return _Perplexity(_inside(self, model))
+        return _Perplexity(inside_of(self, model))
 
     def pipeline_blocks(self, model: nn.Module) -> Sequence[Any] | None:
-        inside = _inside(self, model)
+        inside = inside_of(self, model)
         if inside is not model:
             return None
         parts = split_layers(inside)
@@ -144,7 +144,7 @@ class TransformersTask(Task):
         if self._ends_with_head and logits is not None:
             values["accuracy"] = (logits[0, 0, 1], loss.weight)
         elif isinstance(labels, torch.Tensor) and isinstance(logits, torch.Tensor):
-            expected = _predicted(_inside(self, model), labels)
+            expected = _predicted(inside_of(self, model), labels)
             said = logits.argmax(dim=-1)
             said = said[..., : expected.shape[-1]] if expected.dim() > 1 else said
             if not labels.is_floating_point() and said.shape == expected.shape:
@@ -156,7 +156,7 @@ class TransformersTask(Task):
         return type(self).loss_weight is TransformersTask.loss_weight and _ends_with_head(model, words)
 
     def _forward(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, Loss]:
-        inside = _inside(self, model)
+        inside = inside_of(self, model)
         arguments = _arguments(inside, batch)
         if not self._isolation_checked:
             self._isolation_checked = True
@@ -225,13 +225,13 @@ def _ends_with_head(model: PreTrainedModel, words: Any) -> bool:
     returned: list[Any] = []
     hook = head.register_forward_hook(lambda module, given, output: returned.append(output))
     try:
-        logits = _call_in_evaluation(model, input_ids=words[:1, :2], use_cache=False)
+        logits = call_in_evaluation(model, input_ids=words[:1, :2], use_cache=False)
     finally:
         hook.remove()
     return len(returned) == 1 and logits is returned[0]
 
 
-def _call_in_evaluation(model: PreTrainedModel, **arguments: Any) -> Any:
+def call_in_evaluation(model: nn.Module, **arguments: Any) -> Any:
     """Return a model's logits, without dropout."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -273,7 +273,7 @@ def _require_isolation(model: PreTrainedModel, batch: Mapping[str, Any], argumen
     restarting = torch.arange(words.shape[1], device=words.device) % half  # an odd length has a document of one word
     options = {name: restarting[None] if name == "position_ids" else value for name, value in arguments.items()}
     options = {name: value for name, value in options.items() if name in ("position_ids", "use_cache")}
-    logits, after_others = (_call_in_evaluation(model, input_ids=ids, **options) for ids in (words, others))
+    logits, after_others = (call_in_evaluation(model, input_ids=ids, **options) for ids in (words, others))
     if not _is_packed(batch) or logits is None or logits.dim() != 3 or logits.shape[1] != words.shape[1]:
         return
     second, difference = logits[:, half:].float(), (logits - after_others)[:, half:].float()
@@ -325,7 +325,7 @@ def _predicted(model: PreTrainedModel, labels: torch.Tensor) -> torch.Tensor:
     return labels[..., 1:] if causal else labels
 
 
-def _inside(task: Task, model: nn.Module) -> PreTrainedModel:
+def inside_of(task: Task, model: nn.Module) -> PreTrainedModel:
     """Return the model inside its wrappers (``DistributedDataParallel``, ``torch.compile``).
 
     Raises:
