@@ -213,6 +213,7 @@ class FullyShard:
     """
 
     is_collective = True
+    saves_shards = True
 
     def __init__(self, mesh: ParallelDims, config: RunConfig) -> None:
         if mesh.world.world_size == 1:

@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 
 from paceline.core.errors import ConfigError, TaskError
 from paceline.parallel.peer_errors import translate_peer_errors
-from paceline.torch_internals import foreach_mul_, foreach_norm
+from paceline.runs.checkpoint_shards import StoredTensor
+from paceline.runs.checkpoint_state import TensorShard
+from paceline.torch_internals import foreach_mul_, foreach_norm, tree_map, tree_map_only
 
 # --- The error of a model that uses a split layer's weight directly ---
 
@@ -105,6 +107,17 @@ def require_no_hook(strategy: str, name: str, parameter: nn.Parameter) -> None:
         )
 
 
+def shards_of(state: Any) -> Any:
+    """Return a state with this rank's shard of every distributed tensor, to save it."""
+
+    def shard(value: Any) -> Any:
+        if not is_distributed(value):
+            return value
+        return TensorShard(local_shard(value).detach(), value.shape, tuple(place.start for place in shard_of(value)))
+
+    return tree_map(shard, state)
+
+
 def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Load a full state into a module whose parameters may be distributed.
 
@@ -138,7 +151,7 @@ def require_common_state(name: str, optimizer: Optimizer, strategy: str) -> None
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a full state into an optimizer whose parameters may be distributed."""
     if isinstance(optimizer, ShardedOptimizer) or not has_common_state(state):
-        optimizer.load_state_dict(dict(state))
+        optimizer.load_state_dict(tree_map_only(StoredTensor, StoredTensor.read, dict(state)))
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     distributed_state = dict(state["state"])
@@ -153,8 +166,15 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 def distribute_like(value: Any, like: Any) -> Any:
     """Distribute a full tensor as ``like`` is, or move it to ``meta`` if another rank holds it.
 
-    Other values are returned unchanged. Needs no communication.
+    Of a tensor that is still on the disk, only what is needed is read. Other values are returned unchanged. Needs no
+    communication.
     """
+    if isinstance(value, StoredTensor):
+        if isinstance(like, torch.Tensor) and like.is_meta:
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        if is_distributed(like) and value.shape == like.shape and _is_plainly_sharded(like):
+            return distributed_part(value.read(shard_of(like)).to(like.device), like)
+        value = value.read()
     if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor) and like.is_meta:
         return value.to("meta")
     if not (isinstance(value, torch.Tensor) and is_distributed(like) and value.shape == like.shape):
@@ -162,6 +182,12 @@ def distribute_like(value: Any, like: Any) -> Any:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _is_plainly_sharded(tensor: Any) -> bool:
+    from torch.distributed.tensor import Shard
+
+    return len(tensor.placements) == 1 and type(tensor.placements[0]) is Shard
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

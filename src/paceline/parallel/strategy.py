@@ -38,9 +38,11 @@ class ParameterLayout(Protocol):
 
     Attributes:
         is_collective: whether calling the model needs all ranks to call theirs.
+        saves_shards: whether the ranks along the axis ``fsdp`` each save their own part of the state.
     """
 
     is_collective: bool
+    saves_shards: bool
 
     def place(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         """Return this rank's part of the model, on its device; a collective.
@@ -89,6 +91,7 @@ class ComposedLayout:
     """
 
     is_collective = True
+    saves_shards = False
 
     def __init__(self, layouts: Sequence[ParameterLayout]) -> None:
         self._layouts = layouts
@@ -119,6 +122,7 @@ class Replicated:
     """The layout in which every rank holds the full model."""
 
     is_collective = False
+    saves_shards = False
 
     def place(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         return build().to(device)

@@ -121,6 +121,7 @@ class TensorParallel:
     """
 
     is_collective = True
+    saves_shards = False
 
     def __init__(self, mesh: ParallelDims, task: Task, *, along_sequence: bool) -> None:
         if mesh.device_mesh is None:

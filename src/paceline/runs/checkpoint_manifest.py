@@ -130,8 +130,9 @@ def _compare(name: str, record: FileRecord, digest: hashlib._Hash) -> None:
 # Its text is canonical and contains its own checksum, so a change of any byte is detected.
 
 
-FORMATS = (1, 2)
-"""In format 1 the optimizers' states go by the numbers of the parameters, in format 2 by their names."""
+FORMATS = (1, 2, 3)
+"""In format 1 the optimizers' states go by the numbers of the parameters, in format 2 by their names; 3 is sharded."""
+WHOLE = 2
 MAX_MANIFEST_BYTES = 4 * 2**20
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
@@ -220,7 +221,7 @@ class Manifest:
 
     info: CheckpointInfo
     files: Mapping[str, FileRecord]
-    format: int = FORMATS[-1]
+    format: int = WHOLE
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -318,15 +319,33 @@ def verify(path: Path) -> Manifest:
         return manifest
 
 
-def read_verified(path: Path) -> tuple[Manifest, dict[str, bytes]]:
+def read_verified(path: Path, skips: Callable[[str], bool] = lambda name: False) -> tuple[Manifest, dict[str, bytes]]:
     """Return the manifest of the checkpoint in ``path`` and its files' contents, exactly as verified.
+
+    Args:
+        skips: returns whether a file is not read.
 
     Raises:
         CheckpointError: as :func:`verify`.
     """
     with _untrusted(path) as directory:
         manifest = _read_manifest(directory)
-        return manifest, {name: read_listed(directory, name, record) for name, record in _listed(directory, manifest)}
+        files = [(name, record) for name, record in _listed(directory, manifest) if not skips(name)]
+        return manifest, {name: read_listed(directory, name, record) for name, record in files}
+
+
+def read_range(path: Path, name: str, start: int, size: int) -> bytearray:
+    """Read bytes of a file of the checkpoint in ``path``, unverified.
+
+    Raises:
+        CheckpointError: they are not there.
+    """
+    with _untrusted(path) as directory, open_listed(directory, name) as file:
+        file.seek(start)
+        content = bytearray(size)
+        if file.readinto(content) != size:
+            raise CheckpointError(f"{name} is too short")
+        return content
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,21 @@ class _TensorReference:
     stop: int
     dtype: torch.dtype
     shape: torch.Size
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """This process's part of a tensor.
+
+    Attributes:
+        part: its values.
+        shape: of the whole tensor.
+        offset: of the part in it.
+    """
+
+    part: Tensor
+    shape: torch.Size
+    offset: tuple[int, ...]
 
 
 class Snapshot:
@@ -236,7 +251,7 @@ MAX_DEPTH = 100
 _MAX_INT_BITS = 4096  # Python refuses to parse integers of more than 4,300 digits.
 
 
-def flatten(state: Any) -> tuple[dict[str, Tensor], Any]:
+def flatten(state: Any) -> tuple[dict[str, Any], Any]:
     """Split a nested state into its tensors and a JSON skeleton with their places.
 
     Dicts with str or int keys (and ``OrderedDict``, ``Counter``), lists, tuples, None, bool, int,
@@ -246,7 +261,7 @@ def flatten(state: Any) -> tuple[dict[str, Tensor], Any]:
     ``state``, so the skeleton does not change when ``state`` does.
 
     Returns:
-        The tensors by name (the path of keys, joined by ``/``), and the skeleton.
+        The tensors and shards by name (the path of keys, joined by ``/``), and the skeleton.
 
     Raises:
         CheckpointError: the state contains something else; names its path.
@@ -256,7 +271,7 @@ def flatten(state: Any) -> tuple[dict[str, Tensor], Any]:
     return flattener.tensors, skeleton
 
 
-def unflatten(tensors: Mapping[str, Tensor], skeleton: Any) -> Any:
+def unflatten(tensors: Mapping[str, Any], skeleton: Any) -> Any:
     """Rebuild the state that :func:`flatten` split; tied places get the same tensor object.
 
     Raises:
@@ -272,7 +287,7 @@ def unflatten(tensors: Mapping[str, Tensor], skeleton: Any) -> Any:
 
 class _Flattener:
     def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Any] = {}
         self._name_of: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:
@@ -285,7 +300,7 @@ class _Flattener:
             if value.bit_length() > _MAX_INT_BITS:
                 raise _unsupported(path, f"an integer of {value.bit_length()} bits")
             return value
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor | TensorShard):
             return self._encode_tensor(value, path)
         if len(path) >= MAX_DEPTH:
             raise _unsupported(path[:3], f"nested more than {MAX_DEPTH} levels deep")
@@ -307,7 +322,8 @@ class _Flattener:
                 raise _unsupported(path, f"a dict with the key {key!r}; keys must be str or int")
         return [[key, self.encode(item, (*path, str(key)))] for key, item in mapping.items()]
 
-    def _encode_tensor(self, tensor: Tensor, path: tuple[str, ...]) -> dict[str, str]:
+    def _encode_tensor(self, value: Tensor | TensorShard, path: tuple[str, ...]) -> dict[str, str]:
+        tensor = value.part if isinstance(value, TensorShard) else value
         if type(tensor) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
             raise _unsupported(path, f"a {type(tensor).__name__}; gather it into a plain tensor first")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -324,14 +340,14 @@ class _Flattener:
         while name in self.tensors or name == "__metadata__":
             number += 1
             name = f"{label}#{number}"
-        self.tensors[name] = tensor
+        self.tensors[name] = value
         if tensor.numel() > 0:  # empty tensors have no distinct address
             self._name_of[key] = name
         return {"tensor": name}
 
 
 class _Unflattener:
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._tensors = tensors
         self.used: set[str] = set()
 
@@ -362,7 +378,7 @@ class _Unflattener:
                 return float(text)
         raise CheckpointError(f"the state holds {str(node)[:80]!r}, which is not a known kind of entry")
 
-    def _tensor(self, name: str) -> Tensor:
+    def _tensor(self, name: str) -> Any:
         if name not in self._tensors:
             raise CheckpointError(f"the tensor {name!r} is missing")
         return self._tensors[name]
@@ -403,7 +419,9 @@ def _without_functions(state: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def model_sha256(state_dict: Mapping[str, Any]) -> str:
+def model_sha256(
+    state_dict: Mapping[str, Any], whole: Callable[[Tensor], Tensor | None] = lambda tensor: tensor
+) -> str:
     """Return the SHA-256 of a model's full ``state_dict()``, in hexadecimal.
 
     It depends on names, dtypes, shapes and values, not on device, memory format, ties or the order
@@ -414,13 +432,19 @@ def model_sha256(state_dict: Mapping[str, Any]) -> str:
     ``json``, the shape is empty, the value is the JSON of :func:`flatten`'s
     skeleton (keys sorted, no spaces), and its tensors follow as ``name/path``.
 
+    Args:
+        whole: gathers a tensor, one after another in the same order everywhere; None where it is not needed.
+
     Raises:
         CheckpointError: :func:`flatten` does not support the extra state.
     """
     digest = hashlib.sha256(b"paceline model 1")
     entries = dict(_entries(state_dict))
     for name in sorted(entries, key=str.encode):
-        value = entries[name]
+        entry = entries[name]
+        value = whole(entry) if isinstance(entry, Tensor) else entry
+        if value is None:
+            continue
         dtype, shape = "json", ""
         if isinstance(value, Tensor):
             dtype = str(value.dtype).removeprefix("torch.")

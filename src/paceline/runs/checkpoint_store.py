@@ -11,8 +11,8 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,11 +21,12 @@ from typing import Any
 from paceline.core.errors import CheckpointError, CheckpointWriteError, RunDirectoryWriteError
 from paceline.core.files import fsync_directory, rename
 from paceline.runs.checkpoint_manifest import (
-    FORMATS,
     MANIFEST,
     TEMPORARY,
+    WHOLE,
     Buffer,
     CheckpointInfo,
+    FileRecord,
     Manifest,
     chunks,
     is_left,
@@ -121,7 +122,9 @@ def commit(
     contents: Iterable[tuple[str, Iterable[Buffer]]],
     before_commit: Callable[[], None] | None = None,
     *,
-    format: int = FORMATS[-1],
+    format: int = WHOLE,
+    draft: Path | None = None,
+    collect: Callable[[], Mapping[str, FileRecord]] = dict,
 ) -> Path:
     """Write a checkpoint into ``directory`` atomically, and return its path.
 
@@ -135,6 +138,8 @@ def commit(
         before_commit: called when the files are on disk and the manifest is not, to make durable what the checkpoint
             relies on (the ledger).
         format: of the contents.
+        draft: the temporary directory in it, if others write there; the caller removes what is left.
+        collect: waits for the files of others there, and returns them.
 
     Raises:
         CheckpointWriteError: the disk is full, read-only or broken. Earlier files are untouched.
@@ -147,8 +152,9 @@ def commit(
                 before_commit()
             fsync_directory(directory)  # it may have failed after the rename
             return target
-        with temporary_directory(directory) as temporary:
+        with temporary_directory(directory) if draft is None else nullcontext(draft) as temporary:
             records = {name: write_file(temporary / name, buffers) for name, buffers in contents}
+            records |= collect()
             if before_commit is not None:
                 before_commit()
             own = write_file(temporary / MANIFEST, [Manifest(info, records, format).to_bytes()])

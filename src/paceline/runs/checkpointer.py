@@ -8,16 +8,24 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError, CheckpointWriteError
-from paceline.runs.checkpoint_manifest import CheckpointInfo, Manifest, parse_json, read_verified
-from paceline.runs.checkpoint_state import Snapshot, flatten, read_tensors, unflatten
+from paceline.runs.checkpoint_manifest import (
+    Buffer,
+    CheckpointInfo,
+    Manifest,
+    parse_json,
+    read_verified,
+    temporary_directory,
+)
+from paceline.runs.checkpoint_shards import FORMAT, TABLE, Writers, is_shard_file, stored_tensors
+from paceline.runs.checkpoint_state import Snapshot, TensorShard, flatten, read_tensors, unflatten
 from paceline.runs.checkpoint_store import (
     commit,
     prune,
@@ -46,6 +54,9 @@ class _Save:
     skeletons: dict[str, Any]
     info: CheckpointInfo
     before_commit: Callable[[], None] | None
+    writers: Writers | None = None
+    shards: Mapping[str, TensorShard] = field(default_factory=dict)
+    draft: ExitStack = field(default_factory=ExitStack)
 
     @property
     def is_best(self) -> bool:
@@ -86,6 +97,20 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         self._last: _Save | None = None
         self._deferred: _Save | None = None
+        self._draft = ExitStack()
+
+    def open_draft(self) -> Path:
+        """Create the directory of the next save, in which several processes write.
+
+        Raises:
+            CheckpointWriteError: the disk is full, read-only or broken.
+        """
+        self._draft.close()
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            return self._draft.enter_context(temporary_directory(self.directory))
+        except OSError as error:
+            raise CheckpointWriteError(f"cannot save a checkpoint in {self.directory}: {error.strerror}.") from error
 
     def save(
         self,
@@ -93,6 +118,7 @@ class Checkpointer:
         info: CheckpointInfo,
         *,
         before_commit: Callable[[], None] | None = None,
+        writers: Writers | None = None,
     ) -> None:
         """Copy ``state`` and write it in the background; first wait for an earlier save to end.
 
@@ -100,6 +126,7 @@ class Checkpointer:
             state: part name (an identifier) -> nested state, as :func:`flatten` takes it. Each
                 part's tensors go into a file of its own, ``model.safetensors`` and so on.
             before_commit: called by the writer's thread just before the manifest is written.
+            writers: this process writes its shards, in the draft of number 0, which alone writes the rest.
 
         Raises:
             CheckpointWriteError: an earlier save failed.
@@ -107,7 +134,7 @@ class Checkpointer:
         """
         with self._measure_stall():
             self._await_pending()
-            self._last = save = self._capture(state, info, before_commit)
+            self._last = save = self._capture(state, info, before_commit, writers)
             self._pending = self._writer.submit(self._write, save)
 
     def keep_in_memory(self, state: Mapping[str, Any], info: CheckpointInfo) -> None:
@@ -174,12 +201,18 @@ class Checkpointer:
             CheckpointWriteError: the save failed.
         """
         self._writer.shutdown(wait=True)
+        self._draft.close()
         self.wait()
 
     def _capture(
-        self, state: Mapping[str, Any], info: CheckpointInfo, before_commit: Callable[[], None] | None
+        self,
+        state: Mapping[str, Any],
+        info: CheckpointInfo,
+        before_commit: Callable[[], None] | None,
+        writers: Writers | None = None,
     ) -> _Save:
         skeletons: dict[str, Any] = {}
+        shards: dict[str, TensorShard] = {}
         files: dict[str, dict[str, Tensor]] = {}
         for part, value in state.items():
             if not _PART.fullmatch(part):
@@ -188,14 +221,18 @@ class Checkpointer:
                 tensors, skeletons[part] = flatten(value)
             except CheckpointError as error:
                 raise CheckpointError(f"{part}: {error}") from error
-            if tensors:
-                files[part + _SUFFIX] = tensors
+            own = {name: value for name, value in tensors.items() if isinstance(value, TensorShard)}
+            shards |= {f"{part}/{name}": shard for name, shard in own.items() if shard.part.numel()}
+            if plain := {name: tensor for name, tensor in tensors.items() if name not in own}:
+                files[part + _SUFFIX] = plain
+        if writers is not None:
+            files = {**(files if writers.number == 0 else {}), writers.file: {n: s.part for n, s in shards.items()}}
         if self._deferred is not None and info.best_version != self._deferred.info.state_version:
             self._deferred = None  # there is a better one
         if self._deferred is not None and self._deferred.snapshot is self._snapshot:
             self._snapshot = Snapshot()
         self._snapshot.capture(files)
-        return _Save(self._snapshot, skeletons, info, before_commit)
+        return _Save(self._snapshot, skeletons, info, before_commit, writers, shards, self._draft.pop_all())
 
     def _await_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -219,18 +256,41 @@ class Checkpointer:
             if self._deferred is not None:
                 self._commit(self._deferred)
         except CheckpointWriteError:
-            if save is not None and save.is_best:
+            if save is not None and save.is_best and save.writers is None:
                 self._deferred = save
             raise
         except BaseException:
             self._deferred = None
             raise
+        finally:
+            if save is not None:
+                save.draft.close()
         self._deferred = None
 
     def _commit(self, save: _Save) -> None:
         text = json.dumps(save.skeletons, indent=1, allow_nan=False).encode()
-        contents = [*save.snapshot.contents(), (_STATE, (text,))]
-        path = commit(self.directory, save.info, contents, save.before_commit)
+        contents: dict[str, tuple[Buffer, ...]] = {**dict(save.snapshot.contents()), _STATE: (text,)}
+        if (writers := save.writers) is None:
+            path = commit(self.directory, save.info, contents.items(), save.before_commit)
+        else:
+            header, data = dict(save.snapshot.contents())[writers.file]
+            try:
+                writers.write(header, data, save.shards)
+            except OSError as error:
+                if writers.number:  # which tells number 0
+                    raise CheckpointWriteError(f"cannot write {writers.file}: {error}.") from error
+            if writers.number:
+                return
+            del contents[writers.file]
+            path = commit(
+                self.directory,
+                save.info,
+                contents.items(),
+                save.before_commit,
+                format=FORMAT,
+                draft=writers.draft,
+                collect=writers.collect,
+            )
         if self._committed is not None:
             self._committed(path, save.info)
         try:
@@ -239,26 +299,32 @@ class Checkpointer:
             _log.warning("%s", error)  # the save itself succeeded
 
 
-def load(path: Path) -> Checkpoint:
+def load(path: Path, *, whole: bool = True) -> Checkpoint:
     """Verify the checkpoint in ``path`` and rebuild its state, with plain tensors on the CPU.
 
     The bytes used are the bytes verified, and nothing in them can run code.
 
+    Args:
+        whole: read the tensors of a sharded checkpoint, which else are :class:`StoredTensor`, verified when read.
+
     Raises:
         CheckpointError: it does not verify, or its content is not a state.
     """
-    manifest, contents = read_verified(path)
+    manifest, contents = read_verified(path, is_shard_file)
     try:
         skeletons = parse_json(contents.pop(_STATE, b""))
         if not isinstance(skeletons, dict):
             raise CheckpointError(f"{_STATE} is not a JSON object")
+        stored = stored_tensors(path, contents.pop(TABLE, b"{}"))
         state = {}
         for part, skeleton in skeletons.items():
             content = contents.pop(part + _SUFFIX, None)
-            tensors = {} if content is None else read_tensors(content)
+            tensors: dict[str, Any] = {} if content is None else read_tensors(content)
+            sharded = stored.pop(part, {})
+            tensors |= {name: tensor.read() for name, tensor in sharded.items()} if whole else sharded
             state[part] = unflatten(tensors, skeleton)
-        if contents:
-            raise CheckpointError(f"{min(contents)} belongs to no part of the state")
+        if contents or stored:
+            raise CheckpointError(f"{min([*contents, *stored])} belongs to no part of the state")
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path} holds no state that Paceline wrote: {error}") from error
     return Checkpoint(manifest, state)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from paceline.parallel.reduction_tree import equal_work_split
 from paceline.parallel.world import World
 from paceline.runs.backup import Backup
 from paceline.runs.checkpoint_manifest import CheckpointInfo
+from paceline.runs.checkpoint_shards import Writers
 from paceline.runs.checkpoint_store import holds_version, newest_verified
 from paceline.runs.checkpointer import Checkpointer
 from paceline.runs.failures import SupersededError
@@ -129,6 +131,8 @@ class CheckpointManager:
         checkpointer: this process's; it continues to write after this rank left the group.
         copies: whether the last rank keeps a copy of the best model in memory, in case rank 0 dies before it has
             written it.
+        writer: this rank's number among those that save a shard, and their number; number -1 saves none. None: rank 0
+            saves the whole state.
 
     Attributes:
         save_s: the longest time from the beginning of a save to its commit so far.
@@ -143,12 +147,15 @@ class CheckpointManager:
         checkpointer: Checkpointer,
         *,
         copies: bool,
+        writer: tuple[int, int] | None,
     ) -> None:
         self._run = run
         self._world = world
         self._recent = recent
         self._checkpointer = checkpointer
         self._copies = copies and 0 < world.rank == world.world_size - 1
+        self._writer = writer
+        self._parted = threading.Event()
         self._every = run.config.records.checkpoint_every
         self._numerics = numerics_fingerprint(run.config, run.device)
         self._saved_version: int | None = None
@@ -164,6 +171,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Close the ledger."""
+        self._parted.set()
         if self._ledger is not None:
             # The steps that it failed to write are in `recent`, on every rank.
             self._write_with_retry(self._ledger.close)
@@ -240,7 +248,7 @@ class CheckpointManager:
         )
 
     def save(self, state: Mapping[str, Any], progress: TrainProgress, *, last: bool = False) -> None:
-        """Save the state in the background, once for each version of it.
+        """Save the state in the background, once for each version of it; all ranks call this together.
 
         Args:
             last: whether it is the run's last save: wait until it is on disk, and retry for a while if the disk fails.
@@ -248,7 +256,9 @@ class CheckpointManager:
         Raises:
             CheckpointError: the state cannot be saved, or the last one could not be.
         """
-        if self._ledger is None:
+        if self._writer is not None:
+            self._save_shards(state, progress, last=last)
+        elif self._ledger is None:
             if self._copies and progress.best_version == progress.version:
                 self._checkpointer.keep_in_memory(state, self._info(progress))
         elif last:
@@ -258,6 +268,56 @@ class CheckpointManager:
             if progress.version != self._saved_version:
                 self._warn_on_failure(partial(self._start, state, progress), progress)
         self._saved_at = time.monotonic()
+
+    def _save_shards(self, state: Mapping[str, Any], progress: TrainProgress, *, last: bool) -> None:
+        """Save with the other ranks; a best model, which no rank could save again later, as the last state."""
+        waits = last or progress.best_version == progress.version
+        for delay_s in (*LAST_TRIES_S, None) if waits else (None,):
+            problem = self._try_shards(state, progress, waits=waits)
+            if problem is None:
+                return
+            if self._world.rank == 0:
+                self._saved_version = None
+                again = "Trying again." if delay_s is not None else f"The next try is {self._next_try(progress)}."
+                _log.warning("%s Training continues. %s", problem, again)
+                self._run.directory.append_event("checkpoint failed", step=progress.step, error=problem)
+            if delay_s is not None:
+                time.sleep(delay_s)
+        if last:
+            raise CheckpointError(
+                f"{problem} This was the last save, tried {len(LAST_TRIES_S) + 1} times. "
+                f"Then continue with: paceline resume {self._run.directory.path}"
+            )
+
+    def _try_shards(self, state: Mapping[str, Any], progress: TrainProgress, *, waits: bool) -> str | None:
+        """Begin a save with the other ranks, and end it if it ``waits``; return why it failed, the same on all."""
+        assert self._writer is not None
+        number, count = self._writer
+        draft, problem = None, None
+        if self._world.rank == 0:
+            self._wait_for_previous(progress)
+            try:
+                draft = str(self._checkpointer.open_draft()) if progress.version != self._saved_version else None
+            except CheckpointWriteError as error:
+                problem = str(error)
+        else:
+            with suppress(CheckpointWriteError):  # of which rank 0 says what follows
+                self._checkpointer.wait()
+        draft, problem = self._world.broadcast_object([draft, problem])
+        if draft is not None and number >= 0:
+            writers = Writers(number, count, self._run.directory.checkpoints / Path(draft).name, self._parted)
+            before_commit = None if self._world.rank else self._before_commit(progress.version)
+            self._saved_version = progress.version
+            self._checkpointer.save(state, self._info(progress), before_commit=before_commit, writers=writers)
+        if waits and problem is None:
+            try:
+                self._checkpointer.wait()
+                if self._ledger is not None:
+                    self._ledger.flush(sync=True)
+            except (CheckpointWriteError, RunDirectoryWriteError) as error:
+                problem = str(error)
+            problem = self._world.broadcast_object(problem)
+        return None if problem is None else str(problem)
 
     def _wait_for_previous(self, progress: TrainProgress) -> None:
         """Wait for a save that is still being written: each one that is due is made, with one copy of the state."""

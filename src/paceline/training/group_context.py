@@ -184,7 +184,7 @@ class GroupContext:
             stack.callback(self._keep_phases)
             copies = agent is not None and not states.is_collective
             self.checkpoint_manager = CheckpointManager(
-                run, world, progress, states.recent, checkpointer, copies=copies
+                run, world, progress, states.recent, checkpointer, copies=copies, writer=self._shard_writer()
             )
             stack.callback(self.checkpoint_manager.close)
             self.runner = MicrobatchRunner(run, states.state, world.progress_tracker, self.monitor.timer)
@@ -195,6 +195,13 @@ class GroupContext:
             states.state.callback.attach(self._rank_info(), step=progress.step, epoch=progress.epoch)
             self._report_progress()
             self._resources = stack.pop_all()
+
+    def _shard_writer(self) -> tuple[int, int] | None:
+        """Return this rank's number among those that save a shard, and how many these are."""
+        if not self._states.saves_shards:
+            return None
+        shards = self.mesh.submesh(("fsdp",))
+        return (shards.rank if self.mesh.is_first_along(("fsdp",)) else -1, shards.world_size)
 
     def _equal_split(self) -> tuple[int, ...]:
         config, world = self._run.config, self._strategy_mesh.data

@@ -23,7 +23,6 @@ from paceline.parallel.progress import note_progress
 from paceline.parallel.sharded_state import load_module
 from paceline.parallel.strategy_selection import memory_per_process, require_replaceable, strategy_class, strategy_name
 from paceline.parallel.world import World
-from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.checkpoint_store import find_version
 from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
@@ -354,8 +353,7 @@ def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str,
     seconds = time.perf_counter() - started
     phases = group.phases()
     training_s = sum(s for phase, s in phases.items() if phase not in OUTSIDE_STEPS)
-    weights = trainer.states.full_model_state_dict(world)
-    sha256 = world.broadcast_object(model_sha256(weights) if world.rank == 0 else None)
+    sha256 = trainer.states.model_sha256(world)
     metrics: dict[str, dict[str, float]] = {}
     if progress.best_metrics:
         metrics["val"] = progress.best_metrics
@@ -420,8 +418,8 @@ def _load_best(trainer: Trainer, world: World) -> None:
     trainer.states.invalidate()  # from here on the model is not that of the run's end
     if trainer.states.is_collective:
         # Each rank takes its part from the directory that all share.
-        state = load(find_version(trainer.run.directory.checkpoints, progress.best_version)).state
-        _load_evaluated(trainer, state)
+        path = find_version(trainer.run.directory.checkpoints, progress.best_version)
+        _load_evaluated(trainer, load(path, whole=False).state)
         return
     if world.rank == 0:
         state = load(find_version(trainer.run.directory.checkpoints, progress.best_version)).state

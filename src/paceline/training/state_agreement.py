@@ -163,7 +163,7 @@ def newest_checkpoint(run: RunContext, world: World, run_id: str) -> dict[str, A
     """
     search = _CheckpointSearch(run, world)
     while (path := search.find()) is not None:
-        checkpoint, problem = _load_on_all_ranks(world, path)
+        checkpoint, problem = _load_on_all_ranks(run, world, path)
         if checkpoint is None:
             search.pass_over(path, problem)
             continue
@@ -227,11 +227,11 @@ class _CheckpointSearch:
         self.num_passed_over += 1
 
 
-def _load_on_all_ranks(world: World, path: Path) -> tuple[Checkpoint | None, str]:
+def _load_on_all_ranks(run: RunContext, world: World, path: Path) -> tuple[Checkpoint | None, str]:
     """Load a checkpoint; None where it does not verify on every rank, and the reason."""
     wait_to_see(path, _log.info)
     try:
-        checkpoint, problem = load(path), ""
+        checkpoint, problem = load(path, whole=not run.config.parallel.shards_state), ""
     except CheckpointError as error:
         checkpoint, problem = None, str(error)
     problems = [p for p in world.all_gather_object(problem) if p]

@@ -18,10 +18,11 @@ from paceline.data.ledger import LedgerEntry
 from paceline.data.samples import Loader, MicroBatch
 from paceline.data.stream import StreamLoader
 from paceline.parallel.options import MemoryOptions
-from paceline.parallel.sharded_state import require_common_state
+from paceline.parallel.sharded_state import gather_full, require_common_state, shards_of
 from paceline.parallel.strategy import ParameterLayout, Replicated
 from paceline.parallel.world import ParallelDims, World
 from paceline.parallel.wrap_units import checkpoint_activations
+from paceline.runs.checkpoint_state import model_sha256
 from paceline.training.checkpoint_manager import RECENT_STEPS
 from paceline.training.optim import require_equal_groups
 from paceline.training.reproducibility import release_cublas_workspace, seed_model
@@ -214,8 +215,30 @@ class StateManager:
         self.condition = StateCondition.VALID
 
     def full_state_dict(self, world: World) -> dict[str, Any]:
-        """Gather the state in the form of one process, on rank 0; all ranks call this together."""
+        """Gather the state in the form of one process, on rank 0, with each rank's own shards if the ranks save them.
+
+        All ranks call this together.
+        """
+        if self.saves_shards:
+            return dict(shards_of(self.state.state_dict()))
         return dict(self._layout.full(self.state.state_dict(), keep=world.rank == 0))
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether each rank saves its own part of the state."""
+        return self._layout.saves_shards
+
+    def model_sha256(self, world: World) -> str:
+        """Return the hash of the model's state, whose tensors rank 0 holds one by one if they are sharded.
+
+        All ranks call this together.
+        """
+        if self.saves_shards:
+            sha256 = model_sha256(self.state.module.state_dict(), partial(gather_full, keep=world.rank == 0))
+        else:
+            state = self.full_model_state_dict(world)
+            sha256 = model_sha256(state) if world.rank == 0 else ""
+        return str(world.broadcast_object(sha256))
 
     def full_model_state_dict(self, world: World, module: nn.Module | None = None) -> dict[str, Any]:
         """Gather the model's state in the form of one process, on rank 0; all ranks call this together.

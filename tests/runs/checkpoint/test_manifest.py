@@ -147,7 +147,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, commit_step: CommitStep, 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format": 3},
+        {"format": 4},
         {"format": True},
         {"format": None},
         {"step": -1},

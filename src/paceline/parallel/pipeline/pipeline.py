@@ -229,6 +229,7 @@ class PipelineLayout:
     """
 
     is_collective = True
+    saves_shards = False
 
     def __init__(
         self,

@@ -1,0 +1,123 @@
+"""Sharded checkpoints: written by several processes, read whole or in other parts, never chosen half."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.core.errors import CheckpointError, CheckpointWriteError
+from paceline.runs import checkpoint_shards
+from paceline.runs.checkpoint_manifest import CheckpointInfo, problems, read_manifest
+from paceline.runs.checkpoint_shards import FORMAT, StoredTensor, Writers
+from paceline.runs.checkpoint_state import TensorShard
+from paceline.runs.checkpoint_store import newest_verified, scan
+from paceline.runs.checkpointer import Checkpointer, load
+
+WHOLE = {
+    "weight": torch.arange(35.0).reshape(7, 5),
+    "half": torch.arange(8).to(torch.bfloat16),
+    "flags": torch.tensor([True, False, True]),
+}
+PLAIN = torch.arange(3)
+
+
+INFO = CheckpointInfo(task="task", step=5, state_version=5, epoch=0, generation=0, microbatches=4, pins={})
+
+
+def shard(tensor: torch.Tensor, number: int, count: int) -> TensorShard:
+    parts = torch.chunk(tensor, count)
+    start = sum(len(part) for part in parts[:number])
+    part = parts[number] if number < len(parts) else tensor[:0]
+    return TensorShard(part, tensor.shape, (start, *(0,) * (tensor.dim() - 1)))
+
+
+def state_of(number: int, count: int) -> dict[str, Any]:
+    shards: dict[str, Any] = {name: shard(tensor, number, count) for name, tensor in WHOLE.items()}
+    return {"model": {**shards, "tied": shards["weight"], "plain": PLAIN}, "progress": {"step": 5}}
+
+
+@pytest.fixture
+def checkpointers(tmp_path: Path) -> Iterator[list[Checkpointer]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(closing(Checkpointer(tmp_path, keep=2))) for _ in range(4)]
+
+
+def begin(checkpointers: list[Checkpointer], parted: threading.Event, numbers: range, count: int = 4) -> None:
+    draft = checkpointers[0].open_draft()
+    for number in numbers:
+        writers = Writers(number, count, draft, parted)
+        checkpointers[number].save(state_of(number, count), INFO, writers=writers)
+
+
+def test_shards_are_one_checkpoint_read_whole_or_in_parts(tmp_path: Path, checkpointers: list[Checkpointer]) -> None:
+    begin(checkpointers, threading.Event(), range(4))
+    for checkpointer in checkpointers:
+        checkpointer.wait()
+    found = newest_verified(tmp_path)
+    assert found.path is not None
+    assert read_manifest(found.path).format == FORMAT
+    assert sum(name.startswith("rank-") for name in read_manifest(found.path).files) == 4
+    model = load(found.path).state["model"]
+    assert model["tied"] is model["weight"]
+    for name, tensor in {**WHOLE, "plain": PLAIN}.items():
+        assert torch.equal(model[name], tensor)
+    stored = load(found.path, whole=False).state["model"]["weight"]
+    assert isinstance(stored, StoredTensor)
+    for start in range(8):
+        for stop in range(start, 8):
+            assert torch.equal(stored.read((slice(start, stop), slice(1, 5))), WHOLE["weight"][start:stop, 1:])
+
+
+def test_a_changed_byte_is_found_whoever_reads(tmp_path: Path, checkpointers: list[Checkpointer]) -> None:
+    begin(checkpointers, threading.Event(), range(4))
+    for checkpointer in checkpointers:
+        checkpointer.wait()
+    (path,) = scan(tmp_path)
+    stored = load(path, whole=False).state["model"]["weight"]
+    file = path / "rank-00001-of-00004.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert len(problems(path)) == 1
+    assert newest_verified(tmp_path).path is None
+    with pytest.raises(CheckpointError, match="damaged"):
+        load(path)
+    with pytest.raises(CheckpointError, match=r"a slice in rank-00001-of-00004\.safetensors has another SHA-256"):
+        load(path, whole=False).state["model"]["flags"].read()
+    assert torch.equal(stored.read((slice(0, 2), slice(0, 5))), WHOLE["weight"][:2])
+
+
+def test_without_one_process_nothing_is_committed(
+    tmp_path: Path, checkpointers: list[Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_shards, "_PATIENCE_S", {False: 60.0, True: 0.1})
+    parted = threading.Event()
+    begin(checkpointers, parted, range(3))
+    parted.set()
+    with pytest.raises(CheckpointWriteError, match=r"the process that writes rank-00003-of-00004\.safetensors is gone"):
+        checkpointers[0].wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_of_one_process_is_the_failure_of_all(
+    tmp_path: Path, checkpointers: list[Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = checkpoint_shards.write_file
+
+    def fails(path: Path, buffers: Any) -> Any:
+        if path.name.startswith("rank-00002"):
+            raise OSError(28, "No space left on device")
+        return write(path, buffers)
+
+    monkeypatch.setattr(checkpoint_shards, "write_file", fails)
+    begin(checkpointers, threading.Event(), range(4))
+    for number in (0, 2):
+        with pytest.raises(CheckpointWriteError, match="No space left on device"):
+            checkpointers[number].wait()
+    assert scan(tmp_path) == []
