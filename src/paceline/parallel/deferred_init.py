@@ -97,6 +97,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fake_mode = _SharedFakeMode(allow_non_fake_inputs=True)
         self._operations: list[_Operation] = []
         self._writers: dict[int, list[int]] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._storages: dict[int, Any] = {}  # keeps them alive, so that none gets the address of another
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,16 +158,17 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_random:
             generator = kwargs.get("generator") or torch.default_generator
             operation.draws = generator.get_state()
-            func(*tree_map_only(FakeTensor, self._scratch(fills), args), **kwargs)
+            func(*tree_map_only(FakeTensor, self._scratch if fills else self.compute, args), **kwargs)
         for key in writes:
             self._writers.setdefault(key, []).append(len(self._operations))
         self._operations.append(operation)
 
-    def _scratch(self, fills: bool) -> Callable[[Any], Tensor]:
-        """Return what gives a random operation its arguments, where it is made for its draws alone."""
-        if fills:
-            return lambda fake: torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype)
-        return self.compute
+    def _scratch(self, fake: Any) -> Tensor:
+        """Return a place for values that are not read: always the same memory, which would else be fragmented."""
+        if len(self._buffer) < fake.untyped_storage().nbytes():
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # before it is larger
+            self._buffer = torch.empty(fake.untyped_storage().nbytes(), dtype=torch.uint8)
+        return self.view(fake).of(self._buffer.untyped_storage())
 
     def _key(self, tensor: Any) -> int:
         storage = tensor.untyped_storage()
@@ -259,6 +261,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             RuntimeError: something does, such as an attribute of the model.
         """
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         gc.collect()
         left = [made for made in gc.get_objects() if type(made) is FakeTensor and made.fake_mode is self._fake_mode]
         if left:
@@ -351,6 +354,8 @@ def _take_values(module: nn.Module, deferred: DeferredInit) -> dict[str, LateTen
             for name, tensor in table.items():
                 if tensor is None or not (isinstance(tensor, FakeTensor) or is_mapped(tensor)):
                     continue
+                if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+                    raise RuntimeError(f"{name!r} has hooks")
                 if id(tensor) not in replaced:
                     kept.append(tensor)
                     replaced[id(tensor)] = _on_meta(tensor)
