@@ -143,6 +143,7 @@ def test_trl_continues_what_the_command_exported(run_processes: Any, tmp_path: P
     assert trained.returncode == 0, trained.stderr
     done = run_processes.paceline("export", tmp_path / "run", "--format", "hf", "--json")
     assert done.returncode == 0, done.stderr
+    assert "[transformers]" not in done.stderr
     exported = json.loads(done.stdout)
     assert exported["directory"] == str(tmp_path / "run" / "hf")
     tokenizer = AutoTokenizer.from_pretrained(exported["directory"])

@@ -29,6 +29,7 @@ from paceline.runs.checkpoint_selection import select_checkpoint
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package_manifest import FormatDifference
+from paceline.runs.rank_log import silence_loggers_and_warnings
 from paceline.training.loaded_model import LoadedModel, load_model, load_trained_model
 from paceline_lm.transformers import TransformersTask
 
@@ -87,7 +88,8 @@ def export_directory(
     directory = RunDirectory(request.run)
     manifest = directory.read_complete_manifest()
     on_stage("reading the run")
-    with _open(directory, request) as trained:
+    # transformers advises on the configuration of each model that is built, and the run has trained with this one.
+    with silence_loggers_and_warnings("transformers"), _open(directory, request) as trained:
         target.parent.mkdir(parents=True, exist_ok=True)
         with temporary_directory(target.parent) as draft:
             on_stage(f"writing {kind}")

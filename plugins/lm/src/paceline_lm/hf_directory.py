@@ -15,7 +15,6 @@ from transformers.utils import logging
 from paceline.core.errors import ExportError
 from paceline.export.export import ExportedDirectory, ExportRequest
 from paceline.export.formats import Quantization
-from paceline.runs.rank_log import silence_loggers_and_warnings
 from paceline_lm.directories import ModelToWrite, export_directory
 from paceline_lm.transformers import TransformersTask
 
@@ -56,7 +55,7 @@ def write_hf(trained: ModelToWrite, directory: Path, quantization: Quantization 
     if quantization == "int8":
         raise ExportError("--format hf writes no int8 weights. Use --quantize bf16, or leave it out.")
     written = model if quantization is None else deepcopy(model).bfloat16()
-    with silence_loggers_and_warnings("transformers"), _without_progress_bars():
+    with _without_progress_bars():
         written.save_pretrained(directory)
         tokenizer = task.build_tokenizer() if isinstance(task, TransformersTask) else None
         if tokenizer is not None:
