@@ -11,10 +11,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -85,7 +85,7 @@ class LargeModel(TransformersTask):
     optimizer: str = "adamw"
     peaks: str = ""
 
-    defaults: ClassVar[Defaults] = Defaults(global_batch_size=4)
+    defaults: ClassVar[Defaults] = Defaults(global_batch_size=8)
 
     def build_model(self) -> PreTrainedModel:
         disable_progress_bar()
@@ -132,9 +132,8 @@ def train(run: Path, nproc: int, fields: dict[str, str], options: Sequence[str])
     return [json.loads((peaks / f"{rank}.json").read_text()) for rank in range(nproc)]
 
 
-def rows(size: str, nprocs: Sequence[int], *, pretrained: bool, options: Sequence[str]) -> list[list[Any]]:
-    """Measure a size; return the number of ranks and the greatest peak of any rank by phase, less the imports' part."""
-    table = []
+def rows(size: str, nprocs: Sequence[int], *, pretrained: bool, options: Sequence[str]) -> Iterator[list[int]]:
+    """Measure a size; yield the number of ranks and the greatest peak of any rank by phase, less the imports' part."""
     with tempfile.TemporaryDirectory() as scratch:
         fields = {"size": size}
         if pretrained:
@@ -149,8 +148,7 @@ def rows(size: str, nprocs: Sequence[int], *, pretrained: bool, options: Sequenc
             resumed = train(run, nproc, fields, options)
             above = {p: max(rank[p] - rank["imported"] for rank in begun) for p in ("built", "steps", "saved")}
             above["resumed"] = max(rank["built"] - rank["imported"] for rank in resumed)
-            table.append([nproc, *(round(peak) for peak in above.values())])
-    return table
+            yield [nproc, *(round(peak) for peak in above.values())]
 
 
 _IMPORTED_MIB = peak_mib()
