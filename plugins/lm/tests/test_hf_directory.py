@@ -49,7 +49,7 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["gpt2", "t5", "llama"])
 def test_transformers_loads_the_trained_model(runs: dict[str, Path], kind: str) -> None:
     exported = export_hf(ExportRequest(run=runs[kind]))
-    assert (exported.step, exported.difference.largest, exported.difference.samples) == (1, 0.0, 8)
+    assert (exported.step, exported.difference.largest, exported.difference.samples) == (1, 0.0, 4)
     loaded = (T5ForConditionalGeneration if kind == "t5" else AutoModelForCausalLM).from_pretrained(exported.directory)
     assert torch.equal(logits(loaded), logits(paceline.load(runs[kind])))
     assert json.loads((Path(exported.directory) / PROVENANCE).read_text())["model_sha256"] == exported.model_sha256

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,21 +13,19 @@ from torch import nn, optim
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
+from paceline.core.built_in import PARTS
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, TaskError
+from paceline.core.plugins import import_object
 from paceline.data.samples import MicroBatch
-from paceline.parallel.deferred_init import LateTensor, build_deferred
 from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.options import FsdpOptions
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.sharded_state import (
     clip_gradients,
-    distributed_part,
     gather_full,
-    is_distributed,
     require_no_hook,
-    shard_of,
 )
 from paceline.parallel.strategy import AMP_DTYPES, MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims, World
@@ -35,7 +34,6 @@ from paceline.torch_internals import (
     ConvNd,
     ReduceScatter,
     all_gather_single,
-    buffer_table,
     keep_order_of_input_gradients,
     map_tensors,
     parameter_table,
@@ -206,6 +204,19 @@ _OF_WHOLE_PARAMETERS = (optim.Adafactor, optim.Muon, optim.Rprop, optim.SparseAd
 """torch's optimizers that fail on sharded parameters, or whose update of a shard has other bits."""
 
 
+Fill = Callable[[nn.Module, torch.device], None]
+"""Gives the shards of a placed model their values, on the device."""
+
+
+def _build(build: Callable[[], nn.Module], world: World, *, offloads: bool) -> tuple[nn.Module, Fill]:
+    """Build a model, without the values of large tensors if the plug-in that computes these later is here."""
+    reference = PARTS["--strategy fsdp"]
+    if find_spec(reference.partition(".")[0]) is None:
+        return build(), lambda module, device: None
+    built: tuple[nn.Module, Fill] = import_object(reference)(build, world, offloads=offloads)
+    return built
+
+
 class FullyShard:
     """Shards a model's parameters over the ranks of the mesh's ``fsdp`` axis, wrap unit by wrap unit.
 
@@ -224,15 +235,13 @@ class FullyShard:
         self._config = config
 
     def place(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
-        module, late = build_deferred(build)
-        if any(names != [*late] for names in self._mesh.world.all_gather_object([*late])):
-            module, late = build(), {}
+        config = self._config
+        module, fill = _build(build, self._mesh.world, offloads=config[FsdpOptions].fsdp_offload)
         _require_shardable(module)
         map_tensors(module, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
         # The task may build the model with randomness that Paceline does not seed.
         self._mesh.world.broadcast_module(module)
         assert self._mesh.device_mesh is not None
-        config = self._config
         reshard = {"auto": None, "always": True, "never": False}[config[FsdpOptions].fsdp_reshard]
         options: dict[str, Any] = {
             "mesh": self._mesh.device_mesh["fsdp"],
@@ -250,39 +259,8 @@ class FullyShard:
                     f"{' and '.join(sorted(types))}. Use --strategy zero1."
                 )
             fully_shard(unit, mp_policy=self._precision() if lowered else MixedPrecisionPolicy(), **options)
-        self._fill(module, late, device)
+        fill(module, device)
         return module
-
-    def _fill(self, module: nn.Module, late: Mapping[str, LateTensor], device: torch.device) -> None:
-        """Give this rank's shards their values, one tensor after another: each rank reads files itself, and has the
-        values that rank 0 computes.
-        """
-        if not late:
-            return
-        world = self._mesh.world
-        offloads = self._config[FsdpOptions].fsdp_offload
-        places = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        made: dict[int, torch.Tensor] = {}
-        are_in_files = world.broadcast_object([values.source is not None for values in late.values()])
-        for (name, values), is_in_file in zip(late.items(), are_in_files, strict=True):
-            place = places[name]
-            if is_in_file:
-                whole = values.compute() if values.source is None else values.source
-            else:
-                whole = values.compute() if world.rank == 0 else torch.empty(place.shape, dtype=place.dtype)
-                whole = whole.to(device)
-                world.broadcast_tensor(whole)
-            part = whole[shard_of(place)]
-            home = torch.device("cpu") if offloads and is_distributed(place) else device
-            made[id(place)] = distributed_part(part.to(home, place.dtype, copy=True).contiguous(), place)
-            if isinstance(place, nn.Parameter):
-                made[id(place)] = nn.Parameter(made[id(place)], requires_grad=place.requires_grad)
-        for owner in module.modules():
-            for table in (parameter_table(owner), buffer_table(owner)):
-                for name, tensor in table.items():
-                    if id(tensor) in made:
-                        table[name] = made[id(tensor)]  # type: ignore[assignment]
-        map_tensors(module, lambda tensor: tensor)  # by which FSDP notices that its parameters are others
 
     def _units(self, module: nn.Module) -> list[nn.Module]:
         """Return the wrap units, inner ones first; other parameters are gathered with the model."""

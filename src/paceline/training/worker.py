@@ -99,7 +99,8 @@ def _run_under_agent(
     from paceline.training.run_setup import RunRequest
     from paceline.training.session import ElasticGroups, train
 
-    counts, world_size = worker_config.config.processes.nproc, worker_config.world_size
+    config = worker_config.config
+    counts, world_size = config.processes.nproc, worker_config.world_size
     assert counts is not None, "an agent counts the processes"
     assert world_size is not None
     (processes,) = counts
@@ -110,11 +111,7 @@ def _run_under_agent(
         signals = stack.enter_context(StopSignals(launched=True))
         stack.enter_context(
             open_rank_log(
-                directory,
-                local_index,
-                processes,
-                quiet=worker_config.quiet,
-                log_format=worker_config.config.records.log_format,
+                directory, local_index, processes, quiet=worker_config.quiet, log_format=config.records.log_format
             )
         )
         shown = local_index == 0
@@ -128,14 +125,11 @@ def _run_under_agent(
         groups = ElasticGroups(
             agent,
             local=choose_device(
-                worker_config.config.processes.device,
-                worker_config.config.processes.backend,
-                local_rank=local_index,
-                expected=worker_config.device,
+                config.processes.device, config.processes.backend, local_rank=local_index, expected=worker_config.device
             ),
             processes=processes,
             world_size=world_size,
-            comm_debug=worker_config.config.processes.comm_debug,
+            comm_debug=config.processes.comm_debug,
             on_rank_0=show_at_rank_0,
         )
         request = RunRequest(worker_config=worker_config, task=None, default_threads=default_threads(environment))
@@ -146,9 +140,8 @@ def run_reported(
     worker_config: WorkerConfig, environment: Environment, task: Task | None = None
 ) -> tuple[int, dict[str, Any] | None]:
     """Run a job; on failure record it, tell the user unless a launcher does, and return the exit code."""
-    directory = (
-        RunDirectory(Path(worker_config.config.records.run_dir)) if worker_config.config.records.run_dir else None
-    )
+    run_dir = worker_config.config.records.run_dir
+    directory = RunDirectory(Path(run_dir)) if run_dir else None
     existed = directory is not None and directory.exists()
     try:
         return 0, run(worker_config, environment, task)
@@ -172,16 +165,11 @@ def run(worker_config: WorkerConfig, environment: Environment, task: Task | None
     from paceline.training.run_setup import RunRequest
     from paceline.training.session import FixedGroup, train
 
+    log_format = worker_config.config.records.log_format
     with (
         StopSignals(launched=environment.source != "single") as signals,
         join_launched_group(worker_config, environment) as (world, directory),
-        open_rank_log(
-            directory,
-            world.rank,
-            world.world_size,
-            quiet=worker_config.quiet,
-            log_format=worker_config.config.records.log_format,
-        ),
+        open_rank_log(directory, world.rank, world.world_size, quiet=worker_config.quiet, log_format=log_format),
     ):
         worker_config = worker_config.with_run_dir(directory.path)
         request = RunRequest(worker_config=worker_config, task=task, default_threads=default_threads(environment))

@@ -193,14 +193,17 @@ def _compare(trained: ModelToWrite, reloaded: nn.Module) -> tuple[FormatDifferen
 
 
 def _outputs(trained: ModelToWrite, module: nn.Module) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    hook = module.register_forward_hook(lambda _module, _inputs, output: found.update(_floats("output", output)))
+    """Return what the model computes of the arguments with which the task calls it."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    hook = module.register_forward_pre_hook(lambda _, given, named: calls.append((given, named)), with_kwargs=True)
     try:
         with torch.no_grad():
             trained.task.loss(module, trained.batch)
     finally:
         hook.remove()
-    return found
+    given, named = calls[-1]
+    with torch.no_grad():  # outside of the task, which may have its loss in place of the logits
+        return dict(_floats("output", module(*given, **named)))
 
 
 def _floats(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:

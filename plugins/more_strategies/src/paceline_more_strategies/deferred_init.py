@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,11 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError
+from paceline.parallel.fsdp import Fill
+from paceline.parallel.sharded_state import distributed_part, is_distributed, shard_of
+from paceline.parallel.world import World
 from paceline.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     buffer_table,
+    map_tensors,
     parameter_table,
     tree_leaves,
     tree_map,
@@ -317,6 +321,54 @@ class LateTensor:
 
     compute: Callable[[], Tensor]
     source: Tensor | None
+
+
+def build_late(build: Callable[[], nn.Module], world: World, *, offloads: bool) -> tuple[nn.Module, Fill]:
+    """Build a model whose large parameters and buffers get their values once it is sharded; a collective.
+
+    Args:
+        build: builds it, with equal values each time.
+        offloads: keep the shards on the CPU.
+
+    Returns:
+        The model, and what gives it the values.
+    """
+    module, late = build_deferred(build)
+    if any(names != [*late] for names in world.all_gather_object([*late])):
+        module, late = build(), {}
+    return module, partial(_fill, late, world, offloads)
+
+
+def _fill(
+    late: Mapping[str, LateTensor], world: World, offloads: bool, module: nn.Module, device: torch.device
+) -> None:
+    """Give this rank's shards their values, one tensor after another: each rank reads files itself, and has the
+    values that rank 0 computes.
+    """
+    if not late:
+        return
+    places = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    made: dict[int, Tensor] = {}
+    are_in_files = world.broadcast_object([values.source is not None for values in late.values()])
+    for (name, values), is_in_file in zip(late.items(), are_in_files, strict=True):
+        place = places[name]
+        if is_in_file:
+            whole = values.compute() if values.source is None else values.source
+        else:
+            whole = values.compute() if world.rank == 0 else torch.empty(place.shape, dtype=place.dtype)
+            whole = whole.to(device)
+            world.broadcast_tensor(whole)
+        part = whole[shard_of(place)]
+        home = torch.device("cpu") if offloads and is_distributed(place) else device
+        made[id(place)] = distributed_part(part.to(home, place.dtype, copy=True).contiguous(), place)
+        if isinstance(place, nn.Parameter):
+            made[id(place)] = nn.Parameter(made[id(place)], requires_grad=place.requires_grad)
+    for owner in module.modules():
+        for table in (parameter_table(owner), buffer_table(owner)):
+            for name, tensor in table.items():
+                if id(tensor) in made:
+                    table[name] = made[id(tensor)]  # type: ignore[assignment]
+    map_tensors(module, lambda tensor: tensor)  # by which FSDP notices that its parameters are others
 
 
 def build_deferred(build: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, LateTensor]]:

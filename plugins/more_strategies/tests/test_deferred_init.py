@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from paceline.parallel import deferred_init
-from paceline.parallel.deferred_init import build_deferred
+from paceline_more_strategies import deferred_init
+from paceline_more_strategies.deferred_init import build_deferred
 
 
 class Mixed(nn.Module):
