@@ -53,6 +53,8 @@ OLDEST, NEWEST_TESTED = (2, 11), (2, 14)
 _ON_USE = {
     # fsdp: the class of a reduce-scatter that replaces torch's.
     "ReduceScatter": ("torch.distributed.fsdp._fully_shard._fsdp_api", "ReduceScatter"),
+    # sharded checkpoints: where a shard is in the whole tensor.
+    "local_shape_and_offset": ("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"),
     # zero-bubble pipelines: the two halves of a backward, and the graph that tells whether they make the whole.
     "grad_fn_of": ("torch.distributed.pipelining._backward", "_get_grad_fn_or_grad_acc"),
     "construct_reverse_graph": ("torch.distributed.pipelining._backward", "construct_reverse_graph"),
@@ -147,6 +149,11 @@ def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Return the names of the own buffers that a ``state_dict`` leaves out."""
     return module._non_persistent_buffers_set
+
+
+def has_gradient_hook(tensor: torch.Tensor) -> bool:
+    """Return whether ``register_hook`` was called."""
+    return bool(tensor._backward_hooks)
 
 
 def map_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

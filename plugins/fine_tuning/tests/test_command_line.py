@@ -235,7 +235,7 @@ def test_runs_show_tells_of_the_drift(here: Path, capfd: pytest.CaptureFixture[s
         (("--init-from", "parent", "--freeze", "laier"), ("--freeze laier: nothing in the model",)),
         (("--init-from", "parent", "--lr-scale", "9=0.1"), ("--lr-scale 9: nothing in the model",)),
         (("--freeze", "*"), ("leaves nothing to train",)),
-        (("--lora", "rank=2,target=query"), ("target=query: no torch.nn.Linear", "Those there are: 0, 2, 4")),
+        (("--lora", "rank=2,target=query"), ("target=query: no linear layer of the model", "Those there are: 0, 2, 4")),
     ],
 )
 def test_what_cannot_work_creates_no_run(

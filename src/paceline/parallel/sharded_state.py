@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError, TaskError
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.runs.checkpoint_shards import StoredTensor
 from paceline.runs.checkpoint_state import TensorShard
-from paceline.torch_internals import foreach_mul_, foreach_norm, tree_map, tree_map_only
+from paceline.torch_internals import foreach_mul_, foreach_norm, has_gradient_hook, tree_map, tree_map_only
 
 # --- The error of a model that uses a split layer's weight directly ---
 
@@ -99,7 +99,7 @@ def require_no_hook(strategy: str, name: str, parameter: nn.Parameter) -> None:
     Raises:
         ConfigError: names the parameter.
     """
-    if parameter._backward_hooks:
+    if has_gradient_hook(parameter):
         raise ConfigError(
             f"--strategy {strategy} replaces the parameter {name!r} by its shard, so the hook on its gradient "
             "(register_hook) would never run. Change the gradient in the forward, by a torch.autograd.Function, or use "
@@ -216,10 +216,11 @@ def shard_of(tensor: torch.Tensor) -> tuple[slice, ...]:
     if not is_distributed(tensor):
         return ()
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    from paceline.torch_internals import local_shape_and_offset
 
     assert isinstance(tensor, DTensor)
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    sizes, offsets = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for size, start in zip(sizes, offsets, strict=True))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,5 +119,8 @@ def test_a_full_disk_of_one_process_is_the_failure_of_all(
     begin(checkpointers, threading.Event(), range(4))
     for number in (0, 2):
         with pytest.raises(CheckpointWriteError, match="No space left on device"):
+            checkpointers[number].wait()
+    for number in (1, 3):
+        with suppress(CheckpointWriteError):  # number 0 gave the draft up before it could write
             checkpointers[number].wait()
     assert scan(tmp_path) == []
