@@ -226,10 +226,14 @@ def prune(directory: Path, keep: int, newest: Path) -> None:
     Checkpoints with an unreadable manifest are neither counted nor deleted.
 
     Raises:
-        CheckpointError: a directory cannot be deleted.
+        CheckpointError: a directory cannot be listed or deleted.
     """
     readable: dict[Path, CheckpointInfo] = {}
-    for path in scan(directory):
+    try:
+        found = scan(directory)
+    except OSError as error:
+        raise CheckpointError(f"older checkpoints in {directory} stay: {error.strerror}.") from error
+    for path in found:
         with suppress(CheckpointError, OSError):
             readable[path] = _info_of(path, (path / MANIFEST).lstat().st_ctime_ns)
     kept = {*list(readable)[:keep], newest}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import CheckpointError
+from paceline.runs import checkpoint_store
 from paceline.runs.checkpoint_manifest import CheckpointInfo, verify
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.checkpoint_store import commit, newest_verified
@@ -165,6 +167,22 @@ def test_a_full_disk_surfaces_and_saving_goes_on_later(small_disk: Path, make_in
         checkpointer.save(state_of(3), make_info(3))
         checkpointer.wait()
     assert newest_verified(small_disk).path == small_disk / "step-00000003-v00000004"
+
+
+def test_older_checkpoints_stay_while_the_disk_is_away(
+    checkpointer: Checkpointer,
+    make_info: MakeInfo,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def is_away(directory: Path) -> list[Path]:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out", str(directory))
+
+    monkeypatch.setattr(checkpoint_store, "scan", is_away)
+    checkpointer.save(state_of(1.0), make_info(1))
+    checkpointer.wait()  # the save itself succeeded
+    assert load(checkpointer.directory / "step-00000001-v00000002").state["progress"] == {"value": 1.0}
+    assert "older checkpoints in" in caplog.text
 
 
 def test_before_commit_precedes_the_commit(checkpointer: Checkpointer, make_info: MakeInfo) -> None:
