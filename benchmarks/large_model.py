@@ -5,6 +5,7 @@ A rank's peak is the kernel's (VmHWM), which is set back between the phases. A p
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import json
 import shutil
@@ -115,19 +116,8 @@ def train(run: Path, nproc: int, fields: dict[str, str], options: Sequence[str])
         word for name, value in {**fields, "peaks": str(peaks)}.items() for word in ("--set", f"{name}={value}")
     ]
     command = [sys.executable, "-m", "paceline", "train", f"{__file__}:LargeModel", "--nproc", str(nproc)]
-    command += [
-        "--run-dir",
-        str(run),
-        "--max-steps",
-        "3",
-        "--checkpoint-every",
-        "2steps",
-        "--strategy",
-        "fsdp",
-        "--threads",
-        "1",
-        "--quiet",
-    ]
+    command += ["--run-dir", str(run), *["--strategy", "fsdp", "--max-steps", "3", "--checkpoint-every", "2steps"]]
+    command += ["--threads", "1", "--quiet"]
     subprocess.run([*command, *settings, *options], check=True)
     return [json.loads((peaks / f"{rank}.json").read_text()) for rank in range(nproc)]
 
@@ -154,9 +144,11 @@ def rows(size: str, nprocs: Sequence[int], *, pretrained: bool, options: Sequenc
 _IMPORTED_MIB = peak_mib()
 
 if __name__ == "__main__":
-    size, *options = sys.argv[1:] or ["700M"]
+    parser = argparse.ArgumentParser(description=__doc__, epilog="Further options are those of `paceline train`.")
+    parser.add_argument("size", nargs="?", default="700M", choices=SIZES)
+    arguments, options = parser.parse_known_args()
     for pretrained in (False, True):
         print("pretrained" if pretrained else "from a configuration", "(MiB above the imports)")
         print(*(f"{word:>8}" for word in ("ranks", "built", "steps", "saved", "resumed")))
-        for row in rows(size, (2, 4), pretrained=pretrained, options=options):
+        for row in rows(arguments.size, (2, 4), pretrained=pretrained, options=options):
             print(*(f"{cell:8}" for cell in row), flush=True)
