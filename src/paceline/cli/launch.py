@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,7 @@ from paceline.core.built_in import PARTS
 from paceline.core.errors import ConfigError
 from paceline.core.job import RecoveryPolicy
 from paceline.core.options import parse_nodes, parse_nproc, parse_walltime_s
-from paceline.core.plugins import import_object
+from paceline.core.plugins import has_part, import_object
 from paceline.launch.launcher import LOCAL_LAUNCHERS, LaunchSpec, get_launcher
 from paceline.launch.options import make_options
 
@@ -128,7 +127,7 @@ def launch(
         }
     )
     script_warnings = PARTS["launch"]
-    if find_spec(script_warnings.partition(".")[0]) is not None:  # the core alone has no plug-in for other frameworks
+    if has_part(script_warnings):
         for warning in import_object(script_warnings)(spec, on):
             print(f"paceline: {warning}", file=sys.stderr)
     return start(launcher, spec, own, job, dry_run=dry_run, json=json)

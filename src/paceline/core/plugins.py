@@ -149,6 +149,11 @@ def import_object(reference: str) -> Any:
         raise
 
 
+def has_part(reference: str) -> bool:
+    """Return whether the package of ``module:name`` is installed: the core alone has no plug-ins."""
+    return importlib.util.find_spec(reference.partition(".")[0]) is not None
+
+
 def missing_part(error: ModuleNotFoundError) -> ConfigError:
     """Return what to do where a plug-in of ours is not installed."""
     return ConfigError(

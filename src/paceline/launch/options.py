@@ -10,14 +10,13 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from paceline.core.built_in import BUILT_IN, LAUNCHER_OPTIONS
 from paceline.core.errors import ConfigError
 from paceline.core.option_groups import EnvStyle, RankLauncher
 from paceline.core.options import flag, parse_gpus
-from paceline.core.plugins import import_object
+from paceline.core.plugins import has_part, import_object
 from paceline.launch.launcher import LAUNCHER_NAMES, Launcher, load_launcher, option
 from paceline.launch.rank_variables import find_framework
 
@@ -117,7 +116,7 @@ def make_options(launcher: Launcher, given: Mapping[str, Any]) -> Any:
 def installed_launchers() -> list[str]:
     """Return the names of our launchers, without those whose plug-in is not installed."""
     launchers = BUILT_IN["paceline.launchers"]
-    return [name for name, reference in launchers.items() if find_spec(reference.partition(".")[0])]
+    return [name for name, reference in launchers.items() if has_part(reference)]
 
 
 def owners_of(text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from paceline.core.built_in import PARTS
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, TaskError
-from paceline.core.plugins import import_object
+from paceline.core.plugins import has_part, import_object
 from paceline.data.samples import MicroBatch
 from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.options import FsdpOptions
@@ -211,7 +210,7 @@ Fill = Callable[[nn.Module, torch.device], None]
 def _build(build: Callable[[], nn.Module], world: World, *, offloads: bool) -> tuple[nn.Module, Fill]:
     """Build a model, without the values of large tensors if the plug-in that computes these later is here."""
     reference = PARTS["--strategy fsdp"]
-    if find_spec(reference.partition(".")[0]) is None:
+    if not has_part(reference):
         return build(), lambda module, device: None
     built: tuple[nn.Module, Fill] = import_object(reference)(build, world, offloads=offloads)
     return built

@@ -122,7 +122,7 @@ def test_killed_and_stopped_members_are_replaced(job: Job) -> None:
     done = job.run(3, {"0:1": [50, "kill"], "2:1": [120, "stop"]}, steps=400)
     assert (done.returncode, done.stderr) == (0, "")
     groups = list(job.groups().values())
-    # Survivors go on in their order; whoever joins is last, whether at once or in a group of its own.
+    # Survivors go on in their order; a worker that joins is last, whether it joins at once or in a group of its own.
     assert [group for group in groups if len(group) == 3] == [[0, 1, 2], [1, 2, 0], [1, 0, 2]]
     assert [group for group in groups if len(group) < 3] in ([], [[1, 2]], [[1, 0]], [[1, 2], [1, 0]])
     assert [(e["slot"], e["how"]) for e in job.events("fault")] == [

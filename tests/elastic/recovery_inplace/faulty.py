@@ -6,7 +6,7 @@ A plan is a directory of empty files, ``PLACE-STEP-RANK-KIND``: whoever removes 
 ``hold`` (the thread stays there until its process ends) or another way to hang (``WAYS``). In ``data`` the
 step is a sample's number, whoever reads it, and the rank ``any``. A rank with a file
 ``reform-GENERATION-RANK-join`` goes on only once somebody waits to join, unless nobody is lacking: else a
-short run may end first. With ``-hold`` it goes on once the group is to change, or the file is removed.
+short run may end first. With ``-hold`` the process continues once the group is to change, or a test removes the file.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Harm:
 
     def __init__(self) -> None:
         self.plan = Path()
-        # An agent's worker is told by its group.
+        # A worker of an agent learns its rank from its group.
         self.rank = int(os.environ.get("RANK", "-1"))
         self.members = 0  # of its first group
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from paceline.core.built_in import VERIFIED
 from paceline.core.config import all_options, config_from_mapping, select
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag, parse_mesh
-from paceline.core.plugins import import_object
+from paceline.core.plugins import has_part, import_object
 from paceline.core.task_loading import check_spec
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import FailureRecord, read_failure
@@ -112,9 +111,7 @@ _CORE_CASES = (
 
 def all_cases() -> tuple[StrategyCase, ...]:
     """Return the cases of the core and of the plug-ins that are installed, in the order of the report."""
-    installed = [
-        reference for reference in VERIFIED if importlib.util.find_spec(reference.partition(".")[0]) is not None
-    ]
+    installed = [reference for reference in VERIFIED if has_part(reference)]
     return (*_CORE_CASES, *itertools.chain.from_iterable(map(import_object, installed)))
 
 
