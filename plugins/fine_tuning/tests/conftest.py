@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.cli.conftest import numerics
+from tests.cli.conftest import numerics, paceline
 from tests.training.conftest import start_trainings, tasks_file
 
-__all__ = ["numerics", "start_trainings", "tasks_file"]
+__all__ = ["numerics", "paceline", "start_trainings", "tasks_file"]

@@ -25,7 +25,7 @@ from paceline.data.audit import audit
 from paceline.runs.checkpoint_store import newest_verified
 from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
-from paceline.runs.fork import fork_run
+from paceline_fine_tuning.fork import fork_run
 
 # The same parts as a task and as a script.
 PARTS = """

@@ -72,7 +72,9 @@ COMMANDS: Mapping[str, CliCommand] = {
         trains=True,
     ),
     "fork": CliCommand(
-        "Start", "paceline.cli.fork:fork", "Continue from a run's checkpoint with other hyperparameters."
+        "Start",
+        "paceline_fine_tuning.fork_command:fork",
+        "Continue from a run's checkpoint with other hyperparameters.",
     ),
     "launch": CliCommand(
         "Start",

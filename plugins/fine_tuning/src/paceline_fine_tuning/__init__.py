@@ -1,1 +1,1 @@
-"""Fine-tuning: the weights of another run, LoRA adapters, frozen layers, learning rates of layers."""
+"""Fine-tuning: forks of runs, weights of another run, LoRA adapters, frozen layers, learning rates of layers."""

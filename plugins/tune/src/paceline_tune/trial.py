@@ -38,7 +38,7 @@ from paceline.core.parent_death import die_with_parent, kill_with_parent_command
 from paceline.core.task_loading import parse_assignments
 from paceline.runs.directory import RunDirectory, RunLock
 from paceline.runs.failures import read_failure
-from paceline.runs.fork import fork_run
+from paceline_fine_tuning.fork import fork_run
 from paceline_ray.launcher import own_variables
 from paceline_tune.history import TrialState
 

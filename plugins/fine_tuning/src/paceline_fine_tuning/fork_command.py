@@ -15,7 +15,7 @@ from paceline.core.job import default_run_path
 from paceline.core.task_loading import parse_assignments, recorded_spec
 from paceline.runs.backup import open_run
 from paceline.runs.directory import RunDirectory
-from paceline.runs.fork import fork_run
+from paceline_fine_tuning.fork import fork_run
 
 
 def fork(
