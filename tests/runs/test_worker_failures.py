@@ -119,3 +119,14 @@ def test_a_limit_on_processes_is_explained() -> None:
     failure = failure_of(0, RuntimeError("can't start new thread"))
     assert "(ulimit -u, pids.max)" in describe(failure, None)
     assert "ulimit" not in describe(failure_of(0, RuntimeError("no such thread")), None)
+
+
+def test_a_disk_that_does_not_answer_hides_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").symlink_to("long" * 100)  # each call fails, with ENAMETOOLONG instead of ENOENT
+    directory = RunDirectory(tmp_path / "run")
+    with pytest.raises(OSError, match="name too long"):
+        directory.exists()
+    assert record_worker_failure(directory, 0, DataError("a sample is missing"), existed=True) != 0
+    shown = capsys.readouterr().err
+    assert "a sample is missing" in shown
+    assert "This could not be recorded" in shown

@@ -185,9 +185,9 @@ def record_worker_failure(
         tell_agent: called if the disk takes no record; None if no agent can recover the run.
     """
     code = record_failure(directory, rank, error, tell_agent)
-    if directory.exists() and _ends_run(error, existed=existed, recovers=tell_agent is not None):
-        process = {"rank": rank} if tell_agent is None else {"slot": rank}
-        with suppress(OSError):
+    with suppress(OSError):
+        if directory.exists() and _ends_run(error, existed=existed, recovers=tell_agent is not None):
+            process = {"rank": rank} if tell_agent is None else {"slot": rank}
             directory.append_event("failed", **process, error=str(error).partition("\n")[0])
     return code
 

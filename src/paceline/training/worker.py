@@ -147,11 +147,22 @@ def run_reported(
         return 0, run(worker_config, environment, task)
     except Exception as raised:
         error = explain_disk_error(raised, directory)
-        if directory is not None and directory.path.is_dir() and not isinstance(error, RunInUseError):
+        if directory is not None and not _is_missing(directory.path) and not isinstance(error, RunInUseError):
             record_worker_failure(directory, environment.rank, error, existed=existed)
         if not worker_config.supervised:
             print_failure(error, environment.rank, environment.world_size, directory)
         return exit_code_of(error), None
+
+
+def _is_missing(path: Path) -> bool:
+    """Return whether nothing is there; a disk that does not answer may have it, and its error hides no other one."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def run(worker_config: WorkerConfig, environment: Environment, task: Task | None = None) -> dict[str, Any]:
