@@ -86,7 +86,9 @@ def test_an_architecture_has_the_bits_of_one_process_or_is_refused(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("kind", "block"), [("llama", "LlamaDecoderLayer"), ("gpt2", "GPT2Block")])
+@pytest.mark.parametrize(
+    ("kind", "block"), [("llama", "LlamaDecoderLayer"), pytest.param("gpt2", "GPT2Block", marks=pytest.mark.slow)]
+)
 def test_compiled_blocks_have_the_same_bits_under_fsdp(
     run_processes: Processes, tmp_path: Path, kind: str, block: str
 ) -> None:
