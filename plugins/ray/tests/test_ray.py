@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -173,8 +174,11 @@ def cluster(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     assert list(directory.iterdir()) == []
 
 
-def leftovers() -> set[str]:
-    return {path.name for path in Path("/tmp").glob("paceline-ray-*")}
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """Return a folder for the temporary files of one test, with a name as short as Ray's sockets need."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as name:
+        yield Path(name)
 
 
 # What would run
@@ -291,13 +295,13 @@ def test_nothing_of_a_token_is_rendered() -> None:
 # A cluster of the job's own
 
 
-def test_a_program_with_tasks_and_actors_runs_as_it_is(run_processes: Any, tmp_path: Path) -> None:
-    before = leftovers()
+def test_a_program_with_tasks_and_actors_runs_as_it_is(run_processes: Any, tmp_path: Path, temporary: Path) -> None:
     (tmp_path / "test.py").write_text(TEST + NICENESS)
-    done = run_processes.paceline("launch", "--on", "ray", "--cpus-per-task", "2", "--", "test.py")
+    words = ("launch", "--on", "ray", "--cpus-per-task", "2", "--", "test.py")
+    done = run_processes.paceline(*words, env={"TMPDIR": str(temporary)})
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[0, 1, 4, 9]", "[1, 1, 1, 1]", "as nice as its driver"]
-    assert leftovers() == before
+    assert list(temporary.glob("paceline-ray-*")) == []
 
 
 def test_a_driver_skips_what_ray_train_warns_of_without_a_dashboard(cluster: Cluster) -> None:
@@ -352,8 +356,9 @@ def test_a_task_with_a_worker_killed_ends_with_the_same_bits(run_processes: Any,
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_leaves_nothing(run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]) -> None:
-    before = leftovers()
+def test_ctrl_c_saves_and_leaves_nothing(
+    run_processes: Any, tmp_path: Path, temporary: Path, wait_until: Callable[..., None]
+) -> None:
     (tmp_path / "plan" / "wait-100").touch()
     started = run_processes.start(
         [
@@ -367,9 +372,11 @@ def test_ctrl_c_saves_and_leaves_nothing(run_processes: Any, tmp_path: Path, wai
                 f"plan={tmp_path}/plan",
             ),
             *("--on", "ray", *RUN, "--max-steps", "100000", "--run-dir", "run", "--purity", "off"),
-        ]
+        ],
+        env={"TMPDIR": str(temporary)},
     )
     wait_until((tmp_path / "plan" / "here").exists, "the task waits", 120)
+    assert len(list(temporary.glob("paceline-ray-*"))) == 1
     below = children(started.pid, recursive=True)
     assert any("NodeActor" in _title(process) for process in below)
     started.send_signal(signal.SIGINT)
@@ -378,7 +385,7 @@ def test_ctrl_c_saves_and_leaves_nothing(run_processes: Any, tmp_path: Path, wai
     assert done.returncode == 130, done.stderr
     assert "everything is saved" in done.stderr
     assert [process for process in below if process.is_running()] == []
-    assert leftovers() == before
+    assert list(temporary.glob("paceline-ray-*")) == []
 
 
 # A cluster that is there
