@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.processes import Processes
 from torch import nn
 
 from paceline_more_strategies import deferred_init
@@ -100,3 +103,35 @@ def test_weights_of_a_file_are_read_from_it(dtype: torch.dtype, tmp_path: Path) 
     assert source is not None
     assert torch.equal(source, saved["weight"])
     assert torch.equal(late["weight"].compute(), saved["weight"].float())
+
+
+# Once a tensor of 3 MiB is freed, smaller ones come from the heap, where small ones that stay hold the pages of others.
+HELD_MIB = """
+import sys
+import platform
+import sys
+from pathlib import Path
+import torch
+from paceline_more_strategies.deferred_init import return_freed_memory
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+if sys.argv[1] == "returned":
+    return_freed_memory()
+torch.ones(3 * 2**18)
+before = resident_mib()
+pairs = [(torch.ones(2**19), torch.ones(2**16)) for _ in range(50)]
+stay = [small for _, small in pairs]
+del pairs
+print(resident_mib() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_memory_of_freed_tensors_is_returned(run_processes: Processes) -> None:
+    kept, returned = (
+        float(run_processes.finish(run_processes.start([sys.executable, "-c", HELD_MIB, how])).stdout)
+        for how in ("kept", "returned")
+    )
+    assert kept - returned > 50  # of 100 MiB

@@ -8,8 +8,10 @@ has the bits that it would have had.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,6 +45,8 @@ LARGE_BYTES = 2**20
 
 _FILLS = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_"}
 """Operations after which a tensor no longer depends on what it held."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 _COPIES = {"_to_copy", "clone", "copy_"}
 
@@ -336,7 +340,20 @@ def build_late(build: Callable[[], nn.Module], world: World, *, offloads: bool) 
     module, late = build_deferred(build)
     if any(names != [*late] for names in world.all_gather_object([*late])):
         module, late = build(), {}
+    if late:
+        return_freed_memory()
     return module, partial(_fill, late, world, offloads)
+
+
+def return_freed_memory() -> None:
+    """Let glibc return the memory of each large tensor as it is freed, unless its settings are in the environment.
+
+    By itself it would keep the memory of gathered blocks, in pieces that fit nothing else: as much as the whole model.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            mallopt(parameter, LARGE_BYTES)
 
 
 def _fill(
