@@ -156,6 +156,13 @@ class LanguageModel(TransformersTask):
         self._summary[split] = "\n".join(builder.summary)
         return data
 
+    def build_planned_dataset(self) -> Data | list[dict[str, torch.Tensor]] | None:
+        """Return the data that ``paceline plan`` measures with: without ``data``, one sample as long as the context."""
+        if self.data or self.pack:
+            return self.build_dataset("train")
+        tokens = torch.zeros(self._config_and_context()[1], dtype=torch.int64)
+        return [{"input_ids": tokens, "labels": tokens}]
+
     def sample_lengths(self, dataset: Any) -> Any:
         return dataset.lengths if isinstance(dataset, Documents) else None
 

@@ -407,8 +407,12 @@ def _pieces(module: nn.Module, called: Sequence[tuple[str, nn.Module]]) -> tuple
 
 
 def _batch(task: Task, microbatch: int) -> Any:
-    """Return the first samples of the training data; a smaller dataset repeats some of them."""
-    data = task.build_dataset("train")
+    """Return the first samples of the training data; a smaller dataset repeats some of them.
+
+    A task whose samples are known without its data has a method ``build_planned_dataset``.
+    """
+    planned = getattr(task, "build_planned_dataset", None)
+    data = task.build_dataset("train") if planned is None else planned()
     if data is None:
         raise DataError(f'{type(task).__name__}.build_dataset("train") returned None; there is nothing to plan.')
     stream = as_stream(data)
