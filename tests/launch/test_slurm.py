@@ -420,6 +420,12 @@ def test_a_container_without_pyxis_and_apptainer_says_what_to_do(jobs: Jobs) -> 
     assert jobs.status(record)["exit_code"] == 1
 
 
+def test_an_image_that_no_node_has_ends_the_job_at_once(jobs: Jobs) -> None:
+    record = jobs.launch("--container", "none.sif", "--", "sums.py")
+    assert f"has no file {jobs.path}/none.sif" in "".join(jobs.end_of(record, "FAILED"))
+    assert jobs.status(record)["exit_code"] == 1
+
+
 def test_a_cluster_that_does_not_answer(jobs: Jobs) -> None:
     conf = (jobs.cluster.directory / "slurm.conf").read_text()
     elsewhere = jobs.path / "slurm.conf"

@@ -707,10 +707,10 @@ def test_a_container_is_run_by_pyxis_or_apptainer_with_its_own_python(tmp_path: 
     assert "--container-image=ubuntu:24.04 --" in by_rank
     assert "exec --bind /home/me:/home/me --pwd /home/me docker://ubuntu:24.04)" in by_rank
     assert '$cpus "${container[@]}" /opt/python -P -m paceline.launch.rank' in by_rank
-    (tmp_path / "a.sif").touch()
     from_file = text(SCRIPT, SlurmOptions(container="a.sif"), workdir=tmp_path)
     assert f"--container-image={tmp_path}/a.sif" in from_file
     assert f"--pwd {tmp_path} {tmp_path}/a.sif)" in from_file
+    assert f"if [ ! -e {tmp_path}/a.sif ]; then" in from_file  # this machine may not see it
     for written in (script, by_rank, from_file):
         subprocess.run(["bash", "-n"], input=written, text=True, check=True)
 
@@ -718,7 +718,6 @@ def test_a_container_is_run_by_pyxis_or_apptainer_with_its_own_python(tmp_path: 
 @pytest.mark.parametrize(
     ("options", "changes", "said"),
     [
-        ({"container": "none.sif"}, {}, r"--container none\.sif: there is no such file"),
         ({"container": "a", "venv": "b"}, {}, "a python of its own. Leave out --conda and --venv"),
         ({"container_mount": ("/a",)}, {}, "--container-mount needs --container"),
         ({"container": "a", "container_mount": ("a",)}, {}, "absolute and without commas, not a:a"),

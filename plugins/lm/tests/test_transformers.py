@@ -227,6 +227,20 @@ def test_only_models_whose_logits_are_their_heads_have_their_loss_in_chunks() ->
         assert "forward" not in vars(model.get_output_embeddings())
 
 
+def test_a_head_that_recomputes_has_its_loss_in_chunks() -> None:
+    batch, model = {"input_ids": tokens(WORDS).clamp(min=0), "labels": tokens(WORDS)}, causal("llama", "sdpa")
+    task = TransformersTask()
+    plain = task.loss(model, batch)
+    checkpoint_activations(model, "block", "Linear")
+    forward = model.get_output_embeddings().forward
+    task = TransformersTask()
+    outputs, recomputed = task._forward(model, batch)
+    assert task._ends_with_head
+    assert outputs["logits"].shape == (1, 1, 2)
+    assert torch.equal(recomputed.sum, plain.sum)
+    assert model.get_output_embeddings().forward == forward  # for evaluations and generation
+
+
 def test_labels_that_do_not_count_have_no_gradient() -> None:
     for model in (causal("llama", "sdpa"), bert(BertForMaskedLM)):
         words = torch.zeros(1, LENGTH, dtype=torch.int64)

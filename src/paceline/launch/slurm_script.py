@@ -263,6 +263,13 @@ elif [ "$code" -eq 75 ] &&
 fi
 """
 
+_IMAGE_FILE = """\
+if [ ! -e {image} ]; then
+  echo "paceline: --container: $(hostname) has no file" {image} >&2
+  {give_up}
+fi
+"""
+
 _CONTAINER = """\
 # The image is run by pyxis, a plug-in of srun, or else by apptainer.
 if srun --help | grep --quiet -e --container-image; then
@@ -464,14 +471,13 @@ def _container(spec: LaunchSpec, options: SlurmOptions, image: str) -> str:
     """Return the shell code that sets ``container``: srun's last options, or the first words of its command.
 
     Raises:
-        ConfigError: there is no such file, or a path cannot be mounted.
+        ConfigError: a path cannot be mounted.
     """
-    is_file = image.startswith((".", "/", "~")) or image.endswith((".sif", ".sqsh"))
-    if is_file:
-        file = spec.workdir / Path(image).expanduser()
-        if not file.exists():
-            raise ConfigError(f"--container {image}: there is no such file.")
-        by_pyxis = by_apptainer = str(file)
+    check = ""
+    if image.startswith((".", "/", "~")) or image.endswith((".sif", ".sqsh")):
+        # Only the nodes need to see it.
+        by_pyxis = by_apptainer = str(spec.workdir / Path(image).expanduser())
+        check = _IMAGE_FILE.replace("{image}", shlex.quote(by_pyxis))
     else:
         scheme, _, name = image.rpartition("://")
         registry, slash, rest = name.partition("/")
@@ -488,7 +494,7 @@ def _container(spec: LaunchSpec, options: SlurmOptions, image: str) -> str:
             )
     pyxis = [f"--container-image={by_pyxis}", f"--container-mounts={','.join(mounts)}"]
     apptainer = [*(["--nv"] if spec.gpus_per_node else []), "--bind", ",".join(mounts), "--pwd", str(spec.workdir)]
-    return _CONTAINER.replace("{pyxis}", shlex.join([*pyxis, f"--container-workdir={spec.workdir}"])).replace(
+    return check + _CONTAINER.replace("{pyxis}", shlex.join([*pyxis, f"--container-workdir={spec.workdir}"])).replace(
         "{apptainer}", shlex.join([*apptainer, by_apptainer])
     )
 

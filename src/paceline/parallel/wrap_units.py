@@ -174,12 +174,12 @@ def checkpoint_activations(
         )
     for unit in units:
         # A bound method, so that a deep copy of the model uses its own parameters.
-        forward = _Checkpointed(selective=what == "selective", early_stop=not to_the_end)
+        forward = CheckpointedForward(selective=what == "selective", early_stop=not to_the_end)
         unit.__dict__["forward"] = types.MethodType(forward, unit)
 
 
 @dataclass(frozen=True)
-class _Checkpointed:
+class CheckpointedForward:
     """A unit's forward with recomputation."""
 
     selective: bool

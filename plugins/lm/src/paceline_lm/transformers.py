@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from paceline.core.errors import TaskError
 from paceline.core.plugins import install_command
 from paceline.core.task import Callback, Loss, RunSchedule, Task
+from paceline.parallel.wrap_units import CheckpointedForward
 from paceline.torch_internals import FakeTensor
 from paceline_lm.pipeline import split_layers
 from paceline_lm.token_loss import IGNORED, has_chunks, loss_of_logits, summed_loss
@@ -187,18 +188,28 @@ def _call_with_loss(model: nn.Module, inside: PreTrainedModel, arguments: Mappin
     """
     head = inside.get_output_embeddings()
     targets = nn.functional.pad(arguments["labels"][..., 1:], (0, 1), value=IGNORED)
+    plain, of_module = head.forward, vars(head).get("forward")
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        return summed_loss(head, hidden, targets) if has_chunks(head, hidden) else nn.Linear.forward(head, hidden)
+        logits: torch.Tensor = summed_loss(head, hidden, targets) if has_chunks(head, hidden) else plain(hidden)
+        return logits
 
     head.forward = forward
     try:
         outputs = model(**{name: value for name, value in arguments.items() if name != "labels"})
     finally:
         del head.forward
+        if of_module is not None:
+            head.forward = of_module
     if outputs["logits"].shape != (1, 1, 2):  # in a pipeline's evaluation, another rank has called the head
         outputs["logits"] = loss_of_logits(outputs["logits"], targets)
     return outputs
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """Return the function that a module calls in place of its class's; None without one."""
+    forward = vars(module).get("forward")
+    return getattr(forward, "__func__", forward)
 
 
 def _ends_with_head(model: PreTrainedModel, words: Any) -> bool:
@@ -210,7 +221,7 @@ def _ends_with_head(model: PreTrainedModel, words: Any) -> bool:
     if (
         not isinstance(head, nn.Linear)
         or type(head).forward is not nn.Linear.forward  # such as with adapters
-        or "forward" in vars(head)
+        or not isinstance(_own_forward(head), CheckpointedForward | None)
         or model.loss_function is not ForCausalLMLoss
         or model.config.is_encoder_decoder
         or getattr(model.config, "output_router_logits", False)
