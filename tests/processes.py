@@ -266,7 +266,10 @@ def plain_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 # pytest's own, and what torch sets when an optimizer is first stepped, and accelerate when it is imported.
-_SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+_SET_FOR_GOOD = {
+    *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"),
+    "HF_DEACTIVATE_ASYNC_LOAD",  # by paceline_lm.transformers
+}
 
 
 _warm_starts = WarmStarts(share)
@@ -322,7 +325,7 @@ def nothing_leaks() -> Iterator[None]:
     changed = {
         name
         for name in variables.keys() | os.environ.keys()
-        if variables.get(name) != os.environ.get(name) and name not in _SET_BY_OTHERS
+        if variables.get(name) != os.environ.get(name) and name not in _SET_FOR_GOOD
     }
     if changed:
         problems.append(f"environment variables: {sorted(changed)}")
