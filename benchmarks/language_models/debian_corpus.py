@@ -83,8 +83,8 @@ def write_corpus(folder: Path) -> tuple[int, int]:
     return count, tokens
 
 
-def _start(folder: Path, environment: dict[str, str], *words: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "paceline", *words], cwd=folder, env=environment)
+def _start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "paceline", *words], cwd=folder)
 
 
 def _train(folder: Path, run: str, nproc: int, *more: str) -> list[str]:
@@ -103,26 +103,27 @@ def _finish(popen: subprocess.Popen[bytes]) -> None:
 def _kill_at(popen: subprocess.Popen[bytes], client: Any) -> None:
     """Kill all processes of a run, once the store has the checkpoint of a step."""
     name = f"{_KILL_AFTER:08d}"
-    while popen.poll() is None:
-        listed = client.list_objects_v2(Bucket="bucket").get("Contents", [])
-        if any(name in each["Key"] and each["Key"].startswith("run1/") for each in listed):
-            break
+    while not any(name in each["Key"] for each in client.list_objects_v2(Bucket="bucket").get("Contents", [])):
+        if popen.poll() is not None:
+            raise SystemExit(f"{popen.args!r} ended before it could be killed")
         time.sleep(0.2)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in (*psutil.Process(popen.pid).children(recursive=True), psutil.Process(popen.pid)):
-            process.kill()
+    workers = psutil.Process(popen.pid).children(recursive=True)
+    popen.kill()
     popen.wait()
+    for worker in workers:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends with its parent
+            worker.kill()
 
 
 def _describe(folder: Path, run: Path, seconds: float) -> str:
     result = json.loads((run / "result.json").read_text())
-    told = subprocess.run(
+    audited = subprocess.run(
         [sys.executable, "-m", "paceline", "audit", run], cwd=folder, capture_output=True, text=True, check=True
     )
-    losses = [json.loads(line).get("loss") for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = [loss for loss in losses if loss is not None]
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    losses = [record["loss"] for record in records if record.get("loss") is not None]
     print(f"{run.name}: {seconds:.0f} s, loss {losses[0]:.3f} to {losses[-1]:.3f}, {result['model_sha256']}")
-    print(told.stdout.strip(), flush=True)
+    print(audited.stdout.strip(), flush=True)
     return str(result["model_sha256"])
 
 
@@ -134,8 +135,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     count, tokens = write_corpus(folder)
     print(f"{count:,} texts, {tokens:,} tokens", flush=True)
-    environment = {
-        **os.environ,
+    os.environ |= {
         "AWS_ACCESS_KEY_ID": "testing",
         "AWS_SECRET_ACCESS_KEY": "testing",
         "AWS_DEFAULT_REGION": "us-east-1",
@@ -146,22 +146,20 @@ def main() -> None:
     )
     try:
         assert server.stdout is not None
-        environment["AWS_ENDPOINT_URL"] = server.stdout.readline().strip()
-        os.environ.update(environment)
+        os.environ["AWS_ENDPOINT_URL"] = server.stdout.readline().strip()
         client = boto3.client("s3")
         client.create_bucket(Bucket="bucket")
         hashes = set()
         for nproc in (1, 2, 3):
             began = time.monotonic()
-            _finish(_start(folder, environment, *_train(folder, f"w{nproc}", nproc)))
+            _finish(_start(folder, *_train(folder, f"w{nproc}", nproc)))
             hashes.add(_describe(folder, folder / f"w{nproc}", time.monotonic() - began))
         began = time.monotonic()
         saved = ("--checkpoint-every", "20steps", "--backup-to", "s3://bucket/run1", "--max-restarts", "0")
-        _kill_at(_start(folder, environment, *_train(folder, "killed", 2, *saved)), client)
+        _kill_at(_start(folder, *_train(folder, "killed", 2, *saved)), client)
         shutil.rmtree(folder / "killed")
-        _finish(_start(folder, environment, "resume", "s3://bucket/run1", "--nproc", "3", "--quiet"))
-        (resumed,) = [path.parent for path in folder.rglob("run.toml") if path.parent.name not in ("w1", "w2", "w3")]
-        hashes.add(_describe(folder, resumed, time.monotonic() - began))
+        _finish(_start(folder, "resume", "s3://bucket/run1", "--nproc", "3", "--run-dir", "resumed", "--quiet"))
+        hashes.add(_describe(folder, folder / "resumed", time.monotonic() - began))
     finally:
         server.kill()
         server.wait()

@@ -1,10 +1,13 @@
-"""Encoded documents of each test have a cache of their own."""
+"""Encoded documents of each test have a cache of their own; S3 is that of the stores' tests."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from plugins.stores.tests.conftest import aws, server
+
+__all__ = ["aws", "server"]
 
 
 @pytest.fixture(autouse=True)

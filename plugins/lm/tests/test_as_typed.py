@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import boto3
 import numpy as np
 import pytest
 from plugins.lm.tests.directories import TEXTS, save_model, write_lines
@@ -21,7 +20,6 @@ from paceline.runs.directory import RunDirectory
 
 pytestmark = [pytest.mark.system, pytest.mark.aws, pytest.mark.slow]
 
-SERVER = Path(__file__).parents[2] / "stores" / "tests" / "s3_server.py"
 OWN = ("--threads", "1", "--num-workers", "0", "--quiet")
 PRETRAIN = (
     *("train", "hf:model", "--from-scratch", "--data", "bin:s3://corpus/web-*.bin=0.7,bin:code.bin=0.3"),
@@ -31,32 +29,18 @@ PRETRAIN = (
 
 
 @pytest.fixture
-def bucket(run_processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """S3 with a corpus and an empty bucket; a model and a file of chats in the working directory."""
-    popen = run_processes.start([sys.executable, SERVER])
-    assert popen.stdout is not None
-    for name, value in {
-        "AWS_ENDPOINT_URL": popen.stdout.readline().strip(),
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }.items():
-        monkeypatch.setenv(name, value)
+def files(aws: Any, tmp_path: Path) -> None:
+    """A corpus in S3; a model, chats and tokens in the working directory."""
     save_model(tmp_path / "model")
     chats = [(TEXTS[n % 8], TEXTS[n * 3 % 8]) for n in range(24)]
     turns = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in chats]
     write_lines(tmp_path / "chat.jsonl", [{"messages": messages} for messages in turns])
     draw = np.random.default_rng(0)
-    client = boto3.client("s3")
-    for name in ("corpus", "bucket"):
-        client.create_bucket(Bucket=name)
+    aws.create_bucket(Bucket="corpus")
     for number in range(2):
-        client.put_object(
-            Bucket="corpus", Key=f"web-{number}.bin", Body=draw.integers(0, 256, 640).astype("<u2").tobytes()
-        )
+        content = draw.integers(0, 256, 640).astype("<u2").tobytes()
+        aws.put_object(Bucket="corpus", Key=f"web-{number}.bin", Body=content)
     draw.integers(0, 256, 640).astype("<u2").tofile(tmp_path / "code.bin")
-    return client
 
 
 def paceline(processes: Processes, *words: str) -> str:
@@ -65,7 +49,8 @@ def paceline(processes: Processes, *words: str) -> str:
     return str(done.stdout)
 
 
-def test_chats_are_trained_exported_and_served(run_processes: Processes, bucket: Any, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("files")
+def test_chats_are_trained_exported_and_served(run_processes: Processes, tmp_path: Path) -> None:
     paceline(
         run_processes,
         *("train", "hf:model", "--data", "chat.jsonl", "--pack", "64", "--lora", "rank=2", "--nproc", "2"),
@@ -89,8 +74,9 @@ def test_chats_are_trained_exported_and_served(run_processes: Processes, bucket:
     assert (command, model, rest[:3]) == ("serve", "hf", ["--host", "127.0.0.1", "--port"])
 
 
+@pytest.mark.usefixtures("files")
 def test_tokens_on_s3_are_trained_and_another_machine_resumes_from_the_address(
-    run_processes: Processes, bucket: Any, tmp_path: Path, wait_until: Callable[..., None]
+    run_processes: Processes, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
     paceline(run_processes, *PRETRAIN, *OWN, "--nproc", "3", "--run-dir", "whole")
     words = (*PRETRAIN, *OWN, "--nproc", "2", "--checkpoint-every", "4steps", "--backup-to", "s3://bucket/run1")
@@ -98,7 +84,7 @@ def test_tokens_on_s3_are_trained_and_another_machine_resumes_from_the_address(
     events = tmp_path / "run1" / "events.jsonl"
     wait_until(lambda: events.exists() and '"backup"' in events.read_text(), "the copy of a checkpoint", 240)
     os.killpg(popen.pid, signal.SIGKILL)
-    popen.wait()
+    assert popen.wait() == -signal.SIGKILL  # it had not finished
     shutil.rmtree(tmp_path / "run1")  # as on another machine, which has the address alone
     paceline(run_processes, "resume", "s3://bucket/run1", "--nproc", "3", "--run-dir", "resumed", "--quiet")
     whole, resumed = (RunDirectory(tmp_path / name).read_result() or {} for name in ("whole", "resumed"))

@@ -15,9 +15,9 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-import boto3
 import pytest
 import torch
+from plugins.stores.tests.conftest import SECRET
 from tests.processes import Processes
 from tests.runs.packages.conftest import put_package
 
@@ -32,41 +32,9 @@ from paceline_stores.package_store import PackageStore
 
 pytestmark = pytest.mark.aws
 
-SERVER = Path(__file__).with_name("s3_server.py")
 TASK = Path(__file__).with_name("slow_task.py")
-SECRET = "the-secret-of-the-test"
 LENGTH = ("--max-steps", "30", "--eval-every", "7steps", "--checkpoint-every", "10steps", "--keep-checkpoints", "2")
-QUICK = {"connect_timeout": 1, "read_timeout": 1, "retries": {"max_attempts": 2}}
 Faults = Callable[..., None]
-
-
-@pytest.fixture(scope="module")
-def server(module_processes: Processes) -> str:
-    """The address of S3."""
-    popen = module_processes.start([sys.executable, SERVER], shared=True)
-    assert popen.stdout is not None
-    return popen.stdout.readline().strip()
-
-
-@pytest.fixture
-def aws(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A client of S3, with an empty bucket; the environment of commands."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": server,
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_CONFIG_FILE": str(tmp_path / "no-config"),
-        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "no-credentials"),
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "FSSPEC_S3": json.dumps({"config_kwargs": QUICK}),
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
-    urllib.request.urlopen(f"{server}/moto-api/reset", data=b"").close()
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="bucket")
-    return client
 
 
 @pytest.fixture

@@ -158,10 +158,8 @@ def _is_missing(path: Path) -> bool:
     """Return whether nothing is there; a disk that does not answer may have it, and its error hides no other one."""
     try:
         path.stat()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
     return False
 
 
