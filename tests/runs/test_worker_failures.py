@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from tests.small_disk import small_disk
 
+from paceline.core.config import RunConfig
+from paceline.core.environment import Environment
 from paceline.core.errors import (
     CheckpointError,
     ConfigError,
@@ -17,6 +19,7 @@ from paceline.core.errors import (
     RunDirectoryWriteError,
     StopRequested,
 )
+from paceline.core.job import WorkerConfig
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import (
     FailureRecord,
@@ -27,6 +30,7 @@ from paceline.runs.failures import (
     read_failure,
     record_worker_failure,
 )
+from paceline.training.worker import run_reported
 
 
 @pytest.fixture
@@ -130,3 +134,17 @@ def test_a_disk_that_does_not_answer_hides_no_error(tmp_path: Path, capsys: pyte
     shown = capsys.readouterr().err
     assert "a sample is missing" in shown
     assert "This could not be recorded" in shown
+
+
+@pytest.mark.parametrize("at", ["run", "run/run.toml"])
+def test_a_worker_reports_that_the_disk_does_not_answer(
+    tmp_path: Path, at: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / at
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to("long" * 100)
+    config = RunConfig(run_dir=str(tmp_path / "run"), task=f"{__file__}:Missing", device="cpu")
+    environment = Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, source="variables")
+    code, result = run_reported(WorkerConfig(config=config), environment)
+    assert (code != 0, result) == (True, None)
+    assert "File name too long" in capsys.readouterr().err

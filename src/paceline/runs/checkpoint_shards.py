@@ -29,14 +29,13 @@ from paceline.runs.checkpoint_manifest import (
     remove,
     write_file,
 )
-from paceline.runs.checkpoint_state import SAFETENSORS_DTYPES, TensorShard
+from paceline.runs.checkpoint_state import TORCH_DTYPES, TensorShard
 
 TABLE = "shards.json"
 FORMAT = 3
 """The format of sharded checkpoints, which versions without this module refuse."""
 
 _PREFIX = "rank-"
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _PATIENCE_S = {False: 120.0, True: 10.0}  # for a file that does not grow: in the group, and after its end
 _LOOK_EVERY_S = 0.02
 
@@ -213,7 +212,7 @@ def stored_tensors(checkpoint: Path, table: bytes) -> dict[str, dict[str, Stored
                 for piece in entry["slices"]
             )
             part, _, inner = name.partition("/")
-            tensor = StoredTensor(checkpoint, _DTYPES[entry["dtype"]], torch.Size(entry["shape"]), slices)
+            tensor = StoredTensor(checkpoint, TORCH_DTYPES[entry["dtype"]], torch.Size(entry["shape"]), slices)
             stored.setdefault(part, {})[inner] = tensor
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{TABLE} is malformed: {error}") from error

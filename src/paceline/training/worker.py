@@ -71,7 +71,7 @@ def main_under_agent(job_file: Path, channel: int, local_index: int, terminal: t
     agent = AgentClient(WorkerChannel.of(channel), worker_config.config.recovery.heartbeat)
     agent.progress_tracker.limit_steps_to(worker_config.config.recovery.hang_timeout)
     code = 1
-    existed = directory.exists()
+    existed = not _is_missing(directory.manifest)
     try:
         _run_under_agent(worker_config, agent, directory, local_index, terminal)
         code = 0
@@ -142,7 +142,7 @@ def run_reported(
     """Run a job; on failure record it, tell the user unless a launcher does, and return the exit code."""
     run_dir = worker_config.config.records.run_dir
     directory = RunDirectory(Path(run_dir)) if run_dir else None
-    existed = directory is not None and directory.exists()
+    existed = directory is not None and not _is_missing(directory.manifest)
     try:
         return 0, run(worker_config, environment, task)
     except Exception as raised:
@@ -159,7 +159,7 @@ def _is_missing(path: Path) -> bool:
     try:
         path.stat()
     except OSError as error:
-        return isinstance(error, FileNotFoundError)
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
     return False
 
 

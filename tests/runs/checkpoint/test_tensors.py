@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+import threading
+import time
 import warnings
 
 import pytest
@@ -95,6 +98,44 @@ def test_loaded_tensors_can_be_written() -> None:
     assert x.tolist() == [1, 1, 1]
 
 
+def test_the_reader_agrees_with_the_library() -> None:
+    tensors = every_dtype() | {"odd": torch.ones(3, dtype=torch.int8)}
+    content = safetensors.torch.save(tensors, {"key": "value"})
+    read, expected = read_tensors(content), safetensors.torch.load(content)
+    assert read.keys() == tensors.keys()
+    for name, tensor in expected.items():
+        assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
+        assert bytes_of(read[name]) == bytes_of(tensor), name
+    assert read_tensors(safetensors.torch.save({})) == {}
+
+
+def test_other_threads_run_while_tensors_are_read() -> None:
+    content = safetensors.torch.save({"x": torch.zeros(1 << 25)})
+    turns = 0
+    reader = threading.Thread(target=read_tensors, args=(content,))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # so that only what releases the interpreter lets another thread run
+    try:
+        reader.start()
+        while reader.is_alive():
+            turns += 1
+            time.sleep(0)
+    finally:
+        sys.setswitchinterval(interval)
+    reader.join()
+    assert turns > 10
+
+
+def with_offsets(text: str) -> bytes:
+    """Return a file of 4 bytes of data."""
+    header = f'{{"x":{{"dtype":"F32","shape":[1],"data_offsets":{text}}}}}'.encode()
+    return len(header).to_bytes(8, "little") + header + bytes(4)
+
+
+def test_a_file_that_its_tensors_fill_is_read() -> None:
+    assert read_tensors(with_offsets("[0,4]"))["x"].tolist() == [0]
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -106,6 +147,10 @@ def test_loaded_tensors_can_be_written() -> None:
         (62).to_bytes(8, "little")
         + b'{"x":{"dtype":"F32","shape":[99999999999],"data_offsets":[0,4]}}'.ljust(62)[:62]
         + bytes(4),
+        with_offsets("[0,4]") + bytes(4),
+        with_offsets("[-4,4]"),
+        with_offsets("[4,0]"),
+        with_offsets("0"),
         (70).to_bytes(8, "little") + b'{"x":{"dtype":"PICKLE","shape":[1],"data_offsets":[0,4]}}'.ljust(70) + bytes(4),
     ],
 )
