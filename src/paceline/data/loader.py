@@ -239,8 +239,7 @@ def dataset_length(dataset: Any, split: str) -> int:
         DataError: the dataset has no length or cannot be indexed.
     """
     what = f"the {split} dataset is a {type(dataset).__name__}, which has no"
-    stream = " or a stream" if split == "train" else ""
-    rule = f"build_dataset must return a map-style dataset (__len__ and __getitem__){stream}."
+    rule = "build_dataset must return a map-style dataset (__len__ and __getitem__) or a stream."
     if not callable(getattr(type(dataset), "__getitem__", None)):
         raise DataError(f"{what} __getitem__; {rule}")
     try:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import json
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -28,11 +32,20 @@ from paceline.data.samples import (
     to_device,
 )
 
+_SavedState = tuple[int, Any]
+"""The number of the next item of a dataset, and the dataset's state before it."""
+
 _ITEM = 17
 """Domain of the keys, distinct from those of ``paceline.data.order`` and ``samples``."""
 
 _MOST_TURNS = 4
 """Micro-batches of items that a shard of an iterable holds, before it iterates on its own."""
+
+_MOST_AHEAD = 64
+"""Samples of a whole stream that are read at a time."""
+
+_FORGETFUL = "BufferShuffledExamplesIterable"
+"""The shuffle buffer of Hugging Face's streams, which their saved state leaves out."""
 
 
 class StreamReader(Protocol):
@@ -68,20 +81,18 @@ class IterableShards:
     """A torch ``IterableDataset`` as a :class:`ShardedStream`: shard k takes items k, k + S, k + 2 S, ...
 
     Shards that are opened before one of them is read share one iteration of the dataset, so a rank reads it once. A
-    resumed rank iterates it again up to its position. That is correct for any dataset whose ``__iter__`` yields the
-    same items given the same random state. If that takes long, write a :class:`ShardedStream`.
+    resumed rank continues from the dataset's ``state_dict``, as ``datasets`` and torchdata define it: of JSON types,
+    after the last item of the latest iteration. Without one, or with a shuffle buffer of ``datasets``, which is not in
+    it, the rank iterates again up to its position. Both are correct for any dataset whose ``__iter__`` yields the same
+    items given the same random state.
     """
 
-    def __init__(self, dataset: IterableDataset[Any]) -> None:
+    def __init__(self, dataset: Iterable[Any]) -> None:
         self._dataset = dataset
         self._unread: weakref.ref[_Iteration] | None = None
 
     def open(self, shard: int, num_shards: int, epoch: int, seed: int) -> StreamReader:
-        """See :class:`ShardedStream`.
-
-        Raises:
-            DataError: ``__iter__`` returns the dataset itself, so shards would share one position.
-        """
+        """See :class:`ShardedStream`."""
         key, shared = derive_key(seed, _ITEM, epoch), None if self._unread is None else self._unread()
         if shared is None or not shared.takes(shard, num_shards, key):
             shared = _Iteration(self._dataset, num_shards, key)
@@ -89,10 +100,26 @@ class IterableShards:
         return _EveryNth(shared, shard)
 
 
+def _copy_with_state(dataset: Any) -> Any:
+    """Return a copy of a dataset, so that its state is that of one iteration; None if it has no exact state."""
+
+    def forgets(part: Any) -> bool:
+        inner = [getattr(part, name, None) for name in ("_ex_iterable", "ex_iterable")]
+        inner += getattr(part, "ex_iterables", None) or []
+        return type(part).__name__ == _FORGETFUL or any(forgets(each) for each in inner if each is not None)
+
+    if not _has_state(dataset) or forgets(dataset):
+        return None
+    try:
+        return copy.deepcopy(dataset)
+    except TypeError:  # it holds an open file
+        return None
+
+
 class _Iteration:
     """One iteration of a dataset, whose items go to the readers of its shards, all drawn with keyed randomness."""
 
-    def __init__(self, dataset: IterableDataset[Any], num_shards: int, key: int) -> None:
+    def __init__(self, dataset: Iterable[Any], num_shards: int, key: int) -> None:
         self.num_shards = num_shards
         self.key = key
         self._dataset = dataset
@@ -101,23 +128,54 @@ class _Iteration:
         self._most = 1  # items that one reader took before another one's turn
         self._last, self._taken = -1, 0
         self._slower: _Iteration | None = None
-        seed_everything(key)
-        self._items: Iterator[Any] = iter(dataset)
-        if id(self._items) == id(dataset):
+        self._stateful = _copy_with_state(dataset)
+        self._items: Iterator[Any] | None = None
+        self._saved: list[_SavedState] = []
+
+    def _begin(self) -> Iterator[Any]:
+        """Iterate from the last saved state that is before the items of all readers.
+
+        Raises:
+            DataError: ``__iter__`` returns the dataset itself, so shards would share one position.
+        """
+        first = min(reader.index for reader in self._readers.values())
+        known = [saved for reader in self._readers.values() if (saved := reader.saved) and saved[0] <= first]
+        dataset = self._dataset if self._stateful is None else self._stateful
+        if known and self._stateful is not None:
+            self._drawn, state = max(known, key=itemgetter(0))
+            self._stateful.load_state_dict(state)
+        seed_everything(self.key)
+        items = iter(dataset)
+        if items is dataset:
             raise DataError(
                 f"{type(dataset).__name__}.__iter__ returns the dataset itself, so it can be read only once "
                 "at a time. Write __iter__ as a generator (with yield)."
             )
+        return items
+
+    def state_before(self, index: int) -> _SavedState | None:
+        """Return the dataset's last known state before an item, and the number of the item that follows it."""
+        newest = self._saved[-1][0] if self._saved else -1
+        if self._stateful is not None and self._items is not None and newest < self._drawn <= index:
+            state = self._stateful.state_dict()
+            if json.loads(json.dumps(state, default=repr)) == state:
+                self._saved.append((self._drawn, state))
+        first = min((reader.index for reader in self._readers.values()), default=index)
+        while len(self._saved) > 1 and self._saved[1][0] <= first:
+            del self._saved[0]
+        return next((saved for saved in reversed(self._saved) if saved[0] <= index), None)
 
     def takes(self, shard: int, num_shards: int, key: int) -> bool:
         """Return whether a reader of a shard can still join."""
-        return not self._drawn and (self.num_shards, self.key) == (num_shards, key) and shard not in self._readers
+        return self._items is None and (self.num_shards, self.key) == (num_shards, key) and shard not in self._readers
 
     def join(self, reader: _EveryNth) -> None:
         self._readers[reader.shard] = reader
 
     def draw_for(self, reader: _EveryNth) -> None:
         """Draw items until the reader has one; an item's key does not depend on the reader that draws it."""
+        if self._items is None:
+            self._items = self._begin()
         while not reader.items:
             index = self._drawn
             seed_everything(derive_key(self.key, index))
@@ -148,6 +206,7 @@ class _EveryNth:
     def __init__(self, iteration: _Iteration, shard: int) -> None:
         self.shard = shard
         self.items: deque[Any] = deque()
+        self.saved: _SavedState | None = None  # before its position
         self._consumed = 0
         self.move(iteration)
 
@@ -171,19 +230,27 @@ class _EveryNth:
         return self.items.popleft()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"consumed": self._consumed}
+        self.saved = self._iteration.state_before(self.index) or self.saved
+        return {"consumed": self._consumed} | ({} if self.saved is None else {"before": list(self.saved)})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._consumed = state["consumed"]
+        self.saved = state.get("before")
 
 
 def as_stream(dataset: Any) -> ShardedStream | None:
     """Return the dataset as a stream, or None for a map-style one."""
-    if isinstance(dataset, IterableDataset):
-        return dataset if isinstance(dataset, ShardedStream) else IterableShards(dataset)
     # A map-style dataset may have an open() of its own.
-    is_map_style = callable(getattr(type(dataset), "__getitem__", None))
-    return dataset if isinstance(dataset, ShardedStream) and not is_map_style else None
+    if not isinstance(dataset, IterableDataset) and callable(getattr(type(dataset), "__getitem__", None)):
+        return None
+    if isinstance(dataset, ShardedStream):
+        return dataset
+    return IterableShards(dataset) if isinstance(dataset, IterableDataset) or _has_state(dataset) else None
+
+
+def _has_state(dataset: Any) -> bool:
+    """Return whether this is an iterable whose position can be saved, as torchdata defines it."""
+    return all(callable(getattr(dataset, name, None)) for name in ("__iter__", "state_dict", "load_state_dict"))
 
 
 @dataclass
@@ -392,3 +459,26 @@ class StreamLoader:
             items = range(first, first + len(samples))
             ragged = describe_ragged(items, samples) or f"items {items[0]} ... {items[-1]} cannot be collated:"
             raise DataError(f"{self._split} stream, shard {k}: {ragged} {type(error).__name__}: {error}") from error
+
+
+def read_whole(dataset: Any, split: str, seed: int) -> Any:
+    """Return all samples of a stream in a fixed order, as a list for evaluations; other datasets as they are.
+
+    Raises:
+        DataError: the stream fails.
+    """
+    stream = as_stream(dataset)
+    if stream is None:
+        return dataset
+    loader = StreamLoader(
+        stream,
+        global_batch_size=_MOST_AHEAD,
+        num_microbatches=1,
+        min_microbatch_size=1,
+        seed=seed,
+        device=torch.device("cpu"),
+        collate=list,
+        split=split,
+    )
+    steps = (loader.fetch(0, step, range(1)) for step in itertools.count())
+    return [sample for (found,) in itertools.takewhile(bool, steps) for sample in found.batch]

@@ -23,6 +23,7 @@ from paceline.core.config import RunConfig, select
 from paceline.core.errors import ConfigError, TaskError
 from paceline.core.task import Task
 from paceline.data.order import derive_key
+from paceline.data.stream import read_whole
 from paceline.parallel.world import World
 from paceline.torch_internals import clear_cublas_workspaces
 
@@ -324,9 +325,13 @@ _DATASET, _STEP, _UPDATE, _TRANSITION, _BETWEEN = 21, 22, 23, 24, 25
 
 
 def build_split(task: Task, seed: int, split: str) -> Any:
-    """Build a split's dataset after seeding, so that every process builds the same; None if the task has none."""
+    """Build a split's dataset after seeding, so that every process builds the same; None if the task has none.
+
+    A stream to evaluate is read whole: its metrics need the same batches on any number of ranks, at each evaluation.
+    """
     _seed(derive_key(seed, _DATASET, zlib.crc32(split.encode())))
-    return task.build_dataset(split)
+    dataset = task.build_dataset(split)
+    return dataset if split == "train" else read_whole(dataset, split, seed)
 
 
 def seed_model(seed: int) -> None:
