@@ -15,10 +15,10 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from paceline.core.errors import ConfigError
-from paceline.torch_internals import ATTENTION_FORWARDS, buffer_table
+from paceline.torch_internals import ATTENTION_FORWARDS, TorchDispatchMode, buffer_table
 
 # --- Selection of wrap units ---
 
@@ -203,12 +203,24 @@ class CheckpointedForward:
         recompute = _RestoredState(first)
         if not self.selective:
             return first, recompute
-        policy_first, policy_recompute = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-        return _CombinedContext(first, policy_first), _CombinedContext(recompute, policy_recompute)
+        keep, reuse = create_selective_checkpoint_contexts(list(_KEPT))  # type: ignore[no-untyped-call]
+        return _CombinedContext(first, _OfKept(keep)), _CombinedContext(recompute, _OfKept(reuse))
 
 
-def _policy(context: object, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+class _OfKept(TorchDispatchMode):
+    """Passes the kept operations to one of torch's modes, which requires forward and backward to run the same ones.
+
+    Others differ: fsdp gathers a unit inside a block once more, and a split layer's cast is cached in forward.
+    """
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation in _KEPT:
+            return self._mode.__torch_dispatch__(operation, types, args, kwargs)
+        return operation(*args, **(kwargs or {}))
 
 
 class _RecordedState:
