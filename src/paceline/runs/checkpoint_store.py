@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import CheckpointError, CheckpointWriteError, RunDirectoryWriteError
-from paceline.core.files import fsync_directory, rename
+from paceline.core.files import FULL, fsync_directory, rename
 from paceline.runs.checkpoint_manifest import (
     MANIFEST,
     TEMPORARY,
@@ -163,9 +163,10 @@ def commit(
             _publish(temporary, target)
         fsync_directory(directory)
     except (OSError, RunDirectoryWriteError) as error:
+        number = getattr(error, "errno", None)
         raise CheckpointWriteError(
             f"cannot save the checkpoint of step {info.step} in {directory}: {_cause(error)}. "
-            "Earlier checkpoints are untouched. Free space or make the directory writable."
+            f"Earlier checkpoints are untouched. {FULL.get(number, 'Free space or make the directory writable')}."
         ) from error
     write_latest(directory)
     return target

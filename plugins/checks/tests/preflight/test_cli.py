@@ -94,6 +94,14 @@ def test_a_small_disk_with_the_checkpoints_of_a_run(run_processes: Any, tmp_path
     assert room.found.endswith("; 3 + 1 checkpoints of 1 MiB, of which 3 exist")
 
 
+def test_a_directory_that_is_read_only(run_processes: Any, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m,ro"):
+        done = run_processes.paceline("doctor", "--threads", "1", "--run-dir", "disk/run", "--json")
+    assert (done.returncode, done.stderr) == (1, "")
+    check = found(msgspec.json.decode(done.stdout, type=PreflightReport), "run-directory")
+    assert check.found == f"{tmp_path / 'disk'} cannot be written: Read-only file system"
+
+
 def test_a_task_that_cannot_be_imported(run_processes: Any, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     done = run_processes.paceline("doctor", "broken.py:Task", "--json")

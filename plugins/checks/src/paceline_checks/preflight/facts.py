@@ -223,8 +223,8 @@ def _checkpoint_sizes(directory: Path) -> Iterator[int]:
 def leave_mark(path: Path, stack: ExitStack) -> str | None:
     """Write a file like a checkpoint's, and lock it until ``stack`` removes it; return the error, if any."""
     try:
-        stack.callback(path.unlink, missing_ok=True)
         file = stack.enter_context(path.open("wb"))
+        stack.callback(path.unlink, missing_ok=True)
         file.write(bytes(_MARK_BYTES))
         file.flush()
         os.fsync(file.fileno())
