@@ -163,7 +163,7 @@ def commit(
             _publish(temporary, target)
         fsync_directory(directory)
     except (OSError, RunDirectoryWriteError) as error:
-        number = getattr(error, "errno", None)
+        number = getattr(error, "errno", None) or 0
         raise CheckpointWriteError(
             f"cannot save the checkpoint of step {info.step} in {directory}: {_cause(error)}. "
             f"Earlier checkpoints are untouched. {FULL.get(number, 'Free space or make the directory writable')}."

@@ -108,7 +108,8 @@ class FineTuningOptions(OptionGroup):
     init_from: str | None = _fine_tuning_option(
         None,
         "Start from the weights of another run (its best checkpoint, or RUN@last, RUN@STEP; RUN may be its address in "
-        "an object store), of a checkpoint's directory, or of a package.",
+        "an object store), of a checkpoint's directory (also torch.distributed.checkpoint's), of a package, or of a "
+        "file of safetensors.",
     )
     reset_head: bool = _fine_tuning_option(
         False,

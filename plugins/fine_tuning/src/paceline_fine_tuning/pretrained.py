@@ -83,7 +83,9 @@ class PretrainedWeights:
 
     @classmethod
     def find(cls, source: str) -> PretrainedWeights:
-        """Resolve ``--init-from``: a run, ``RUN@best``, ``RUN@last``, ``RUN@STEP``, a checkpoint, a package.
+        """Resolve ``--init-from``: a run, ``RUN@best``, ``RUN@last``, ``RUN@STEP``, a checkpoint, a package, or a file.
+
+        A file is of safetensors; a checkpoint is Paceline's or a directory of ``torch.distributed.checkpoint``.
 
         Raises:
             ConfigError: there is no such thing.
@@ -100,6 +102,9 @@ class PretrainedWeights:
             checkpoint = select_checkpoint(directory.checkpoints, which)
         elif which is None and _is_checkpoint(path):
             directory, checkpoint = RunDirectory(path.absolute().parent.parent), path
+        elif (weights := _of_others(Path(source).expanduser())) is not None:
+            record = {"source": source, "path": str(path.absolute()), "model_sha256": model_sha256(weights)}
+            return cls(record, weights)
         else:
             return cls(*_of_package(source))
         return cls._of_checkpoint(source, directory, checkpoint, str(checkpoint.absolute()))
@@ -185,6 +190,15 @@ class PretrainedWeights:
             "samples": samples,
             "new": sorted(fresh),
         }
+
+
+def _of_others(path: Path) -> dict[str, torch.Tensor] | None:
+    """Return what a directory of ``torch.distributed.checkpoint`` or a file of safetensors holds; None for others."""
+    if (path / ".metadata").is_file():
+        from paceline_fine_tuning.torch_checkpoint import read_torch_weights
+
+        return read_torch_weights(path)
+    return read_tensors(path.read_bytes()) if path.suffix == ".safetensors" and path.is_file() else None
 
 
 def _of_package(source: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -108,10 +108,8 @@ def _print_drift(directory: RunDirectory, drift: Mapping[str, Any]) -> None:
 
     console = Console(highlight=False)
     parent = directory.read_manifest().get("parent", {})
-    console.print(
-        escape(f"Initialised from {parent.get('source')} (run {parent.get('run')}, step {parent.get('step')})."),
-        soft_wrap=True,
-    )
+    run = f" (run {parent['run']}, step {parent.get('step')})" if "run" in parent else ""
+    console.print(escape(f"Initialised from {parent.get('source')}{run}."), soft_wrap=True)
     if "problem" in drift:
         console.print(escape(f"The distance from the parent is unknown: {drift['problem']}"), soft_wrap=True)
         return
