@@ -253,16 +253,22 @@ def test_a_new_model_has_as_many_positions_as_its_context(llama: Path, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize(
+    ("kind", "strategy", "more"),
+    [
+        *((kind, strategy, ()) for kind in ("llama", "qwen2", "gpt2") for strategy in ("ddp", "zero1", "fsdp")),
+        ("qwen2", "ddp", ("--lora", "rank=4")),
+        ("llama", "fsdp", ("--lora", "rank=4")),
+    ],
+)
 def test_killed_on_two_processes_and_resumed_on_three(
-    run_processes: Any, tmp_path: Path, kind: str, strategy: str
+    run_processes: Any, tmp_path: Path, kind: str, strategy: str, more: tuple[str, ...]
 ) -> None:
     model, data = save_model(tmp_path / kind, kind), write_chats(tmp_path / "chats.jsonl")
-    alone = {tmp_path / "one": train(run_processes, model, data, tmp_path / "one")}
+    alone = {tmp_path / "one": train(run_processes, model, data, tmp_path / "one", *more)}
     killed = tmp_path / "killed"
     options = ("--nproc", "2", "--strategy", strategy, "--checkpoint-every", "1steps", "--max-restarts", "0")
-    popen = train(run_processes, model, data, killed, *options)
+    popen = train(run_processes, model, data, killed, *options, *more)
     while popen.poll() is None and len(list((killed / "checkpoints").glob("step*"))) < 2:
         time.sleep(0.02)
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -67,6 +67,18 @@ class Task:
         """Return the model, on the CPU; Paceline seeds before the call and moves it after."""
         raise TaskError(f"{type(self).__name__} must define build_model(self).")
 
+    def frozen_base(self) -> Mapping[str, str] | None:
+        """Return what :meth:`build_model` reads, if that alone decides the parameters that are not trained.
+
+        Checkpoints then leave out those without ``requires_grad``, which must keep their values. Called after
+        :meth:`build_model`.
+
+        Returns:
+            The record that checkpoints and ``run.toml`` have instead: ``address``, for messages, and ``sha256``, of the
+            content. None: checkpoints hold the whole model.
+        """
+        return None
+
     def build_dataset(self, split: str) -> Any:
         """Return the dataset of ``split`` ("train", "val" or "test"), or None if the task has none.
 

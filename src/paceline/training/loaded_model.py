@@ -17,12 +17,12 @@ from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import CheckpointError, DataError
 from paceline.core.job import WorkerConfig
 from paceline.core.owned_names import own_prefix
-from paceline.core.task import Callback, RankInfo
+from paceline.core.task import Callback, RankInfo, Task
 from paceline.core.task_loading import TaskReference, recorded_spec
 from paceline.parallel.world import ParallelDims, World, open_world
 from paceline.runs.checkpoint_manifest import CheckpointInfo, differences
 from paceline.runs.checkpoint_selection import select_checkpoint
-from paceline.runs.checkpointer import load
+from paceline.runs.checkpointer import Checkpoint, load
 from paceline.runs.directory import RunDirectory
 from paceline.training.control import StopCause, StopSignals
 from paceline.training.evaluation import Evaluator, Observe
@@ -30,12 +30,10 @@ from paceline.training.preparation import build_preparation
 from paceline.training.reproducibility import numerics_fingerprint, preserve_numerics, seed_model
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest, setup_run
-from paceline.training.state import load_changed_buffers
+from paceline.training.state import PREFIXES, complete, frozen_parameters, load_changed_buffers, require_base
 from paceline.training.task_parts import build_task_callback, build_task_model
 
 Device = Literal["auto", "cpu", "cuda"]
-
-_AVERAGED = "module."  # what AveragedModel puts before the names
 
 Fill = Callable[[RunContext, nn.Module, Callback], tuple[int, int]]
 """Loads what was saved into a model and its callback; returns the steps and epochs that it had done."""
@@ -66,11 +64,9 @@ def load_model(
     path = select_checkpoint(directory.checkpoints, wanted)
     config = config_from_mapping(manifest["config"], str(directory.manifest))
     if model is None:
-        task = TaskReference(recorded_spec(manifest["task"]), manifest["task"]["fields"]).load()
         with preserve_numerics():
-            seed_model(config.training.seed)
-            model = build_task_model(task)
-    _fill_model(path, load(path).state, model, config)
+            _, model = _build_again(manifest, config)
+    _fill_model(path, read_checkpoint(directory, path).state, model, config)
     return model.to(device).eval()
 
 
@@ -208,7 +204,7 @@ def load_evaluable_model(
         )
         run, _ = setup_run(request, manifest, directory, StopSignals(), device=world.device, world_size=1, processes=1)
         seed_model(run.config.training.seed)
-        module = build_task_model(run.task).to(run.device)
+        module = build_task_model(run.task, manifest).to(run.device)
         callback = build_task_callback(run.task, module, run.run_schedule)
         with closing(callback):
             step, epoch = fill(run, module, callback)
@@ -236,6 +232,37 @@ def make_evaluator(trained: EvaluableModel, split: str) -> Evaluator:
     raise DataError(f"{trained.run.directory.path} has no {split} split. {hint}")
 
 
+def read_checkpoint(directory: RunDirectory, path: Path, *, task: str = "") -> Checkpoint:
+    """Read a checkpoint of a run, with the frozen parameters that it leaves out: the run's model is built again.
+
+    Args:
+        task: where the task's class is now, if not where it was when the run was trained.
+
+    Raises:
+        CheckpointError: it is damaged.
+        UserError: the task cannot be built, or its base has changed.
+    """
+    checkpoint = load(path)
+    if "base" not in checkpoint.state:
+        return checkpoint
+    state, manifest = dict(checkpoint.state), directory.read_complete_manifest()
+    config = config_from_mapping(manifest["config"], str(directory.manifest))
+    with preserve_numerics():
+        its, module = _build_again(manifest, config, task)
+        require_base(its.frozen_base(), state["base"])
+        build_preparation(config).prepare(module)
+    for part, names in frozen_parameters(module).items():
+        if part in state:
+            state[part] = complete(state, part, module.state_dict(prefix=PREFIXES[part]), names)
+    return checkpoint._replace(state=state)
+
+
+def _build_again(manifest: Mapping[str, Any], config: RunConfig, spec: str = "") -> tuple[Task, nn.Module]:
+    task = TaskReference(spec or recorded_spec(manifest["task"]), manifest["task"]["fields"]).load()
+    seed_model(config.training.seed)
+    return task, build_task_model(task, manifest)
+
+
 def evaluated_weights(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the evaluated weights of a checkpoint, by the names of the trained model: the moving average, if any.
 
@@ -246,8 +273,8 @@ def evaluated_weights(state: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError("the checkpoint holds no model.")
     if "ema" not in state:
         return dict(state["model"])
-    entries = state["ema"].items()
-    return {name.removeprefix(_AVERAGED): value for name, value in entries if name.startswith(_AVERAGED)}
+    entries, prefix = state["ema"].items(), PREFIXES["ema"]
+    return {name.removeprefix(prefix): value for name, value in entries if name.startswith(prefix)}
 
 
 def restore_model(path: Path, run: RunContext, module: nn.Module, callback: Callback) -> CheckpointInfo:
@@ -256,7 +283,7 @@ def restore_model(path: Path, run: RunContext, module: nn.Module, callback: Call
     Raises:
         CheckpointError: it is damaged, or does not fit the task as it is now.
     """
-    checkpoint = load(path)
+    checkpoint = read_checkpoint(run.directory, path, task=run.task_name)
     state = checkpoint.state
     _fill_model(path, state, module, run.config)
     with _explain_misfit(path):

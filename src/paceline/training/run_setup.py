@@ -37,6 +37,7 @@ from paceline.training.preparation import InitialWeights
 from paceline.training.reproducibility import configure_numerics, fix_cublas_workspace, numerics_fingerprint
 from paceline.training.run_context import DataSetup, RunContext, set_up_data
 from paceline.training.schedule import Deadline
+from paceline.training.task_parts import explain_missing_base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +104,14 @@ def setup_run(
 
         require(config.records.log_to)
     configure_numerics(config, threads, device)
+    with explain_missing_base(manifest or {}):
+        data = set_up_data(config, task, manifest)
     walltime_s = config.recovery.walltime
     run = RunContext(
         task=task,
         task_name=spec,
         config=config,
-        data=set_up_data(config, task, manifest),
+        data=data,
         device=device,
         processes=processes,
         directory=directory,
@@ -200,11 +203,13 @@ def check_world(config: ResolvedConfig, world_size: int) -> None:
 # --- The run's record ---
 
 
-def create(run: RunContext, run_id: str, initial: InitialWeights | None) -> None:
+def create(run: RunContext, run_id: str, initial: InitialWeights | None, base: Mapping[str, str] | None = None) -> None:
     """Write ``run.toml``, and what the run begins with; rank 0 does, once."""
     document = {"id": run_id, **_manifest(run.config, run.task, run.data, run.device)}
     if initial is not None:
         document["parent"] = initial.save_copy(run.directory)
+    if base is not None:
+        document["base"] = dict(base)
     save_order(run.directory, run.data.order)
     run.directory.write_manifest(document)
     run.manifest.update(document)

@@ -20,7 +20,6 @@ from paceline.elastic.group_formation import open_process_group
 from paceline.elastic.worker_channel import AgentClient, Assignment
 from paceline.parallel.device import LocalDevice, gpu_identity
 from paceline.parallel.progress import note_progress
-from paceline.parallel.sharded_state import load_module
 from paceline.parallel.strategy_selection import memory_per_process, require_replaceable, strategy_class, strategy_name
 from paceline.parallel.world import World
 from paceline.runs.checkpoint_store import find_version
@@ -415,20 +414,11 @@ def _load_best(trainer: Trainer, world: World) -> None:
     progress, module = trainer.state.progress, trainer.state.evaluated_module
     if progress.best_version is None or progress.best_step == progress.step:
         return
+    part = "model" if trainer.state.ema is None else "ema"
     trainer.states.invalidate()  # from here on the model is not that of the run's end
-    if trainer.states.is_collective:
+    if trainer.states.is_collective or world.rank == 0:
         # Each rank takes its part from the directory that all share.
         path = find_version(trainer.run.directory.checkpoints, progress.best_version)
-        _load_evaluated(trainer, load(path, whole=False).state)
-        return
-    if world.rank == 0:
-        state = load(find_version(trainer.run.directory.checkpoints, progress.best_version)).state
-        _load_evaluated(trainer, state)
-    world.broadcast_module(module)
-
-
-def _load_evaluated(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    if trainer.state.ema is None:
-        load_module(trainer.state.module, state["model"])
-    else:
-        load_module(trainer.state.ema, state["ema"])
+        trainer.state.load_weights(part, load(path, whole=False).state)
+    if not trainer.states.is_collective:
+        world.broadcast_module(module)

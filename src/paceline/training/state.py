@@ -41,6 +41,9 @@ from paceline.training.optim import (
 from paceline.training.preparation import build_preparation
 from paceline.training.task_parts import build_task_callback, build_task_optimizers, build_task_scheduler
 
+PREFIXES = {"model": "", "ema": "module."}
+"""The parts of a state that hold a model, with the texts before its names there."""
+
 
 @dataclass
 class TrainProgress:
@@ -156,6 +159,7 @@ class TrainingState:
         changed_buffers: the changed buffers of the model, and those of its moving average.
         outer: steps when the ranks synchronise, where options ask for it; saved and loaded here.
         engine_parts: parts of a checkpoint that an engine has added, until the group's engine takes them over.
+        base: the task's ``frozen_base``, without which checkpoints would hold the frozen parameters as well.
 
     Raises:
         TaskError: the task's optimizers or schedulers have a wrong type.
@@ -173,6 +177,8 @@ class TrainingState:
         self._task = task
         self.module = module
         self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.frozen = frozen_parameters(module)
+        self.base: Mapping[str, str] | None = None
         self.changed_buffers = {"buffers": ChangedBuffers(module)}
         self.callback = build_task_callback(task, module, schedule)
         self.optimizers = build_task_optimizers(task, module)
@@ -327,7 +333,22 @@ class TrainingState:
             state["ema"] = self.ema.state_dict()
         if self.outer is not None:
             state["outer"] = self.outer.state_dict()
+        if self.base is not None:
+            state["base"] = dict(self.base)
         return state | {name: buffers.state_dict() for name, buffers in self.changed_buffers.items()}
+
+    def state_to_save(self) -> dict[str, Any]:
+        """Return :meth:`state_dict` without what the base decides."""
+        state = self.state_dict()
+        if self.base is not None:
+            for part in PREFIXES.keys() & state.keys():
+                state[part] = {name: v for name, v in state[part].items() if name not in self.frozen[part]}
+        return state
+
+    def load_weights(self, part: str, state: Mapping[str, Any]) -> None:
+        """Load the model (``model``) or its moving average (``ema``) from a state with or without frozen parameters."""
+        module = (self.ema if part == "ema" else None) or self.module
+        load_module(module, complete(state, part, module.state_dict(), self.frozen[part]))
 
     def describe_precision(self) -> list[str]:
         """Return a line about trained weights in half precision, which optimizers and sums follow."""
@@ -393,7 +414,7 @@ class TrainingState:
             state = {**state, "optimizers": self._numbered(state)}
             if own_hyperparameters:
                 state = self._with_own_hyperparameters(state)
-            load_module(self.module, state["model"])
+            self.load_weights("model", state)
             for optimizer, saved in _matched(self.optimizers, state["optimizers"]):
                 load_optimizer(optimizer, saved)
             for scheduler, saved in _matched(self.schedulers, state["schedulers"]):
@@ -401,7 +422,7 @@ class TrainingState:
             if self.scaler is not None:
                 self.scaler.load_state_dict(state["scaler"])
             if self.ema is not None:
-                load_module(self.ema, state["ema"])
+                self.load_weights("ema", state)
             if self.outer is not None and "outer" in state:
                 self.outer.load_state_dict(state["outer"])
             untrained = set(state.get("untrained", ()))
@@ -409,6 +430,7 @@ class TrainingState:
                 parameter.requires_grad_(name not in untrained)
             for name, buffers in self.changed_buffers.items():
                 buffers.load_state_dict(state.get(name, {}))
+            self.base = state.get("base")
             self.engine_parts = {name: state[name] for name in ENGINE_PARTS if name in state}
             self.progress = TrainProgress(**state["progress"])
             if own_hyperparameters:  # which another length may give more time to improve
@@ -457,6 +479,37 @@ class TrainingState:
             ]
             optimizers[name] = {**optimizers[name], "param_groups": groups}
         return {**state, "optimizers": optimizers, "schedulers": schedulers}
+
+
+def require_base(base: Mapping[str, str] | None, recorded: Mapping[str, str]) -> None:
+    """Require that a task's base is the recorded one.
+
+    Raises:
+        TaskError: it is another one.
+    """
+    now, then = ({"address": "nothing", "sha256": "", **(which or {})} for which in (base, recorded))
+    if now["sha256"] != then["sha256"]:
+        raise TaskError(
+            f"the frozen parameters are not those of the run: it began with {then['address']}, SHA-256 "
+            f"{then['sha256']}, and {now['address']} has {now['sha256']}. Restore the files, or start a new run."
+        )
+
+
+def frozen_parameters(module: nn.Module) -> dict[str, set[str]]:
+    """Return the names of the parameters that are not trained, of tied ones all, by part of a state."""
+    names = [name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad]
+    return {part: {prefix + name for name in names} for part, prefix in PREFIXES.items()}
+
+
+def complete(state: Mapping[str, Any], part: str, built: Mapping[str, Any], frozen: set[str]) -> dict[str, Any]:
+    """Return a part of a state, with the parameters that a checkpoint leaves out.
+
+    Args:
+        built: this part of the state of the model as built.
+        frozen: the names of the parameters that are not trained.
+    """
+    left_out = frozen & built.keys() if "base" in state else set()
+    return {**{name: built[name] for name in left_out}, **state[part]}
 
 
 def move_scheduler(scheduler: Any, saved: Mapping[str, Any] | None, steps: int) -> None:

@@ -70,7 +70,7 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
     if world.rank == 0:
         # Only now, so that a model that cannot be built creates no run.
         if new:
-            run_setup.create(run, run_id, initial)
+            run_setup.create(run, run_id, initial, trainer.state.base)
             for note in [*notes, *trainer.state.describe_precision()]:
                 _log.info("%s", note)
         if has_just_begun:

@@ -27,7 +27,7 @@ from paceline.training.checkpoint_manager import RECENT_STEPS
 from paceline.training.optim import require_equal_groups
 from paceline.training.reproducibility import release_cublas_workspace, seed_model
 from paceline.training.run_context import RunContext
-from paceline.training.state import TrainingState
+from paceline.training.state import TrainingState, require_base
 from paceline.training.step import microbatch_loss
 from paceline.training.task_parts import build_task_model
 
@@ -127,7 +127,7 @@ class StateManager:
     def _build_model(self, weights: Mapping[str, Tensor] | None) -> nn.Module:
         config = self._run.config
         seed_model(config.training.seed)
-        module = build_task_model(self._run.task)
+        module = build_task_model(self._run.task, self._run.manifest)
         self._run.preparation.prepare(module, weights)
         memory = config[MemoryOptions]
         if memory.checkpoint_activations != "none":
@@ -168,6 +168,8 @@ class StateManager:
             mesh.world.broadcast_module(self.state.module)
             if self.state.ema is not None:
                 mesh.world.broadcast_module(self.state.ema)
+        if weights is None and self.state.frozen["model"]:
+            self.state.base = self._agree_on_base(mesh.world)
         self.condition = StateCondition.VALID
 
     def restore(self, mesh: ParallelDims, saved: Mapping[str, Any], *, own_hyperparameters: bool = False) -> None:
@@ -179,12 +181,29 @@ class StateManager:
 
         Raises:
             CheckpointError: ``saved`` does not fit the task.
-            TaskError: the ranks' optimizers have different parameter groups.
+            TaskError: the ranks' optimizers have different parameter groups, or the base has changed.
             PeerLostError: a rank is gone.
         """
         self._lay_out(mesh)
         require_equal_groups(mesh.world, self.state.parameter_names)
+        if "base" in saved:
+            saved = {**saved, "base": self._agree_on_base(mesh.world, saved["base"])}
         self.import_state(saved, own_hyperparameters=own_hyperparameters)
+
+    def _agree_on_base(self, world: World, recorded: Mapping[str, str] | None = None) -> Mapping[str, str] | None:
+        """Return the task's base, which each node reads; a collective.
+
+        Args:
+            recorded: that of the checkpoint.
+
+        Raises:
+            TaskError: a node has another one.
+        """
+        own = self._run.task.frozen_base() if world.local_rank == 0 else None
+        bases = [dict(base) for base in world.all_gather_object(own and dict(own)) if base] or [{}]
+        for base in bases:
+            require_base(base, recorded or bases[0])
+        return bases[0] or None
 
     def _lay_out(self, mesh: ParallelDims, *, rebuilds: bool = False) -> None:
         """Lay the state out on the ranks; drop the present one unless it is as built, and can be taken as it is."""
@@ -219,9 +238,8 @@ class StateManager:
 
         All ranks call this together.
         """
-        if self.saves_shards:
-            return dict(shards_of(self.state.state_dict()))
-        return dict(self._layout.full(self.state.state_dict(), keep=world.rank == 0))
+        state = self.state.state_to_save()
+        return dict(shards_of(state) if self.saves_shards else self._layout.full(state, keep=world.rank == 0))
 
     @property
     def saves_shards(self) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,13 +19,36 @@ from paceline.core.errors import TaskError, join_names
 from paceline.core.task import Callback, RunSchedule, Task
 
 
-def build_task_model(task: Task) -> nn.Module:
+@contextmanager
+def explain_missing_base(manifest: Mapping[str, Any]) -> Iterator[None]:
+    """Add to a task's error where the frozen parameters were that a run has left out of its checkpoints.
+
+    Args:
+        manifest: the content of ``run.toml``.
+    """
+    try:
+        yield
+    except TaskError as error:
+        base = manifest.get("base")
+        if base is None or Path(base["address"]).exists():
+            raise
+        raise TaskError(
+            f"{error}\nThe run's checkpoints hold what was trained; the frozen parameters are those of "
+            f"{base['address']}, SHA-256 {base['sha256']}. Restore it there."
+        ) from error
+
+
+def build_task_model(task: Task, manifest: Mapping[str, Any] = MappingProxyType({})) -> nn.Module:
     """Build the task's model.
+
+    Args:
+        manifest: the content of ``run.toml``, if there is one.
 
     Raises:
         TaskError: it is not a module, or has no parameter to train.
     """
-    module = task.build_model()
+    with explain_missing_base(manifest):
+        module = task.build_model()
     if not isinstance(module, nn.Module):
         raise TaskError(
             f"{type(task).__name__}.build_model returned a {type(module).__name__}; it must return a torch.nn.Module."

@@ -24,10 +24,9 @@ from paceline.runs.backup import open_run
 from paceline.runs.checkpoint_selection import select_checkpoint
 from paceline.runs.checkpoint_state import Snapshot, model_sha256, read_tensors
 from paceline.runs.checkpoint_store import parse_name
-from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package import open_package
-from paceline.training.loaded_model import evaluated_weights
+from paceline.training.loaded_model import evaluated_weights, read_checkpoint
 from paceline.training.reproducibility import build_split
 from paceline.training.run_context import RunContext
 from paceline_fine_tuning.adapters import merge_adapters
@@ -111,7 +110,7 @@ class PretrainedWeights:
 
     @classmethod
     def _of_checkpoint(cls, source: str, directory: RunDirectory, checkpoint: Path, path: str) -> PretrainedWeights:
-        saved = load(checkpoint)
+        saved = read_checkpoint(directory, checkpoint)
         info = saved.manifest.info
         entries = _task_weights(directory, evaluated_weights(saved.state))
         weights = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}

@@ -46,6 +46,7 @@ class ModelToWrite:
 
     Attributes:
         module: in evaluation mode, on the CPU.
+        directory: of its run.
         path: of its checkpoint.
         split: from which the batch is, in words.
     """
@@ -53,6 +54,7 @@ class ModelToWrite:
     module: nn.Module
     task: Task
     config: RunConfig
+    directory: RunDirectory
     path: Path
     split: str
     batch: Any
@@ -142,6 +144,7 @@ def _open(directory: RunDirectory, request: ExportRequest) -> Iterator[ModelToWr
                 module=module,
                 task=task,
                 config=config_from_mapping(manifest["config"], str(directory.manifest)),
+                directory=directory,
                 path=select_checkpoint(directory.checkpoints, request.checkpoint),
                 split="made-up inputs, without the run's data",
                 batch=_made_up_batch(module),
@@ -149,7 +152,13 @@ def _open(directory: RunDirectory, request: ExportRequest) -> Iterator[ModelToWr
             return
         run = trained.run
         yield ModelToWrite(
-            module=trained.module, task=run.task, config=run.config, path=trained.path, split=split, batch=batch
+            module=trained.module,
+            task=run.task,
+            config=run.config,
+            directory=directory,
+            path=trained.path,
+            split=split,
+            batch=batch,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import socket
@@ -24,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 from paceline.core.errors import TaskError
@@ -69,6 +71,8 @@ class LanguageModel(TransformersTask):
     eval_samples: str = ""
     _digests: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _summary: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _is_pretrained: bool = field(default=False, init=False, repr=False, compare=False)
+    _base: dict[str, str] | None = field(default=None, init=False, repr=False, compare=False)
 
     defaults: ClassVar[Defaults] = Defaults(global_batch_size=8)
     min_microbatch_size: ClassVar[int] = 1
@@ -128,12 +132,29 @@ class LanguageModel(TransformersTask):
             self._require_safetensors()
             disable_progress_bar()
             # Weights are updated in fp32 whatever the file has: an update is often below bfloat16's rounding.
-            built = AutoModelForCausalLM.from_pretrained(
-                self.model, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+            built, info = AutoModelForCausalLM.from_pretrained(
+                self.model,
+                config=config,
+                dtype=torch.float32,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
+            self._is_pretrained = not info["missing_keys"]
         except (OSError, ValueError) as error:
             raise self._unloadable("the model", error) from error
         return built
+
+    def frozen_base(self) -> Mapping[str, str] | None:
+        """Return the model's files, unless some weights were initialised."""
+        if self._is_pretrained and self._base is None:
+            folder = Path(cached_file(self.model, "config.json", local_files_only=True)).parent
+            digests = []
+            for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+                with path.open("rb") as file:
+                    digests.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n")
+            self._base = {"address": self.model, "sha256": hashlib.sha256("".join(digests).encode()).hexdigest()}
+        return self._base
 
     def build_dataset(self, split: str) -> Data | None:
         if split == "train" and not self.data:

@@ -12,9 +12,8 @@ from torch import nn
 from paceline.core.errors import ExportError
 from paceline.export.export import ExportedDirectory, ExportRequest
 from paceline.export.formats import Quantization
-from paceline.runs.checkpointer import load
 from paceline.runs.rank_log import silence_loggers_and_warnings
-from paceline.training.loaded_model import evaluated_weights
+from paceline.training.loaded_model import evaluated_weights, read_checkpoint
 from paceline_fine_tuning.adapters import (
     NOISY,
     adapted_layers,
@@ -47,7 +46,7 @@ def write_peft(trained: ModelToWrite, directory: Path, quantization: Quantizatio
     with silence_loggers_and_warnings(*NOISY):
         from peft import LoraConfig, PeftModel, TaskType
 
-        state = evaluated_weights(load(trained.path).state)
+        state = evaluated_weights(read_checkpoint(trained.directory, trained.path).state)
         base = deepcopy(trained.module)
         base.load_state_dict(base_weights(state))
         layers = adapted_layers(state)

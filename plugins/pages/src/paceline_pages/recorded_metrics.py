@@ -27,11 +27,10 @@ from paceline.export.trained_source import (
 )
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.checkpoint_store import scan
-from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package import Package
 from paceline.runs.package_manifest import Provenance
-from paceline.training.loaded_model import load_evaluable_model
+from paceline.training.loaded_model import load_evaluable_model, read_checkpoint
 from paceline.training.run_context import RunContext
 from paceline_pages.analysis import OnProgress, analyse, read_record
 from paceline_pages.report import versions_now
@@ -101,7 +100,8 @@ def check_run(directory: RunDirectory, on_progress: OnProgress, *, task: str = "
     for path in scan(directory.checkpoints):
         # The recorded hash is that of the last step's model without averaging.
         if path.name.endswith(f"-v{result.get('state_version', -1):08d}") and "model_sha256" in result:
-            findings.append(_weights(model_sha256(load(path).state["model"]) == result["model_sha256"]))
+            saved = read_checkpoint(directory, path, task=task).state["model"]
+            findings.append(_weights(model_sha256(saved) == result["model_sha256"]))
     return RecordCheck(analysis.step, findings, record.manifest.get("versions", {}), analysis.changed_numerics)
 
 

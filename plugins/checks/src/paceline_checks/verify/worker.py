@@ -38,11 +38,11 @@ from paceline.parallel.sharded_state import gather_full
 from paceline.parallel.strategy_selection import memory_per_process
 from paceline.runs.checkpoint_state import bytes_of, model_sha256
 from paceline.runs.checkpoint_store import newest_verified
-from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import read_failure, record_failure
 from paceline.torch_internals import tree_leaves, tree_map
 from paceline.training.control import StopSignals
+from paceline.training.loaded_model import read_checkpoint
 from paceline.training.reproducibility import configure_numerics, preserve_numerics
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest, setup_run
@@ -480,7 +480,8 @@ def _simulate(plan: GroupPlan, training: Training, task: Task) -> None:
         newest = newest_verified(_checkpoints(root, compared_with)).path
         if newest is None:
             raise LaunchError(f"the run {compared_with}, with which it is compared, has failed")
-        document["tensor"], distance = farthest_tensor(weights, _saved_weights(load(newest).state))
+        saved = read_checkpoint(RunDirectory(newest.parent.parent), newest)
+        document["tensor"], distance = farthest_tensor(weights, _saved_weights(saved.state))
         document |= {"distance": distance if math.isfinite(distance) else None, "double": training.double}
     _write(outcome_path(root, training), document)
 
