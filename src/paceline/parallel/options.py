@@ -145,13 +145,13 @@ class PipelineOptions(OptionGroup):
     )
     pp_split: Split = option(
         "balanced",
-        "With --strategy pp: how to cut the model. balanced: by its blocks' measured time and "
-        "memory; equal: by their number; or blocks per stage, such as 3,5.",
+        "With --strategy pp: how to cut the model. balanced: by its blocks' measured time and memory, with pipedream "
+        "as equal; equal: by their number; or blocks per stage, such as 3,5.",
         parse=parse_split,
         group="Pipeline",
         strategies=("pp",),
         resume="kept",
-        bits="never",
+        bits="by_strategy",
         scope="parallel",
     )
 

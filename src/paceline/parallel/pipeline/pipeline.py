@@ -321,7 +321,8 @@ class PipelineLayout:
             foreach_mul_(parts, factor)
 
     def _sizes(self, blocks: Blocks, module: nn.Module, device: torch.device, count: int) -> tuple[int, ...]:
-        if self._how != "balanced":
+        # PipeDream's bits depend on the cut, so it must not depend on a measurement.
+        if self._how != "balanced" or self._schedule == "pipedream":
             return stage_split.manual_split(blocks, count, self._how)
         world, sizes, problem = self._mesh.world, None, None
         degree = 1 if self._splitting is None else self._splitting.degree
