@@ -14,7 +14,9 @@ from paceline_planning.model_partition import (
     MemoryTrace,
     ModelPart,
     ModelPartition,
+    Recompute,
     Segment,
+    Variant,
     activations,
 )
 from paceline_planning.predict import (
@@ -42,6 +44,12 @@ PIECES = tuple(
 # Each piece saves 200, 200 and 100, hands on 50, and makes its gradient in backward.
 EVENTS = ((0, 200), (1, 200), (2, 100), (2, 1200), (2, -1300), (1, 1200), (1, -1400), (0, 1000), (0, -1200))
 TRACE = MemoryTrace(events=EVENTS, forward_events=3, flops=(400_000, 300_000, 300_000), output_bytes=(50, 50, 4))
+# Backward computes a third of all once more.
+TRACES: dict[Variant, MemoryTrace] = {
+    ("fp32", "none"): TRACE,
+    ("fp32", "selective"): TRACE,
+    ("fp32", "block"): dataclasses.replace(TRACE, flops=(600_000, 400_000, 1_000_000 // 3)),
+}
 WHOLE = ModelPart(
     parameter_bytes=4000,
     gradient_bytes=4000,
@@ -52,9 +60,13 @@ WHOLE = ModelPart(
     flops=1_000_000,
     root_bytes=1000,
     block_bytes=(1000, 1200, 800),
+    lowered_root_bytes=900,
+    lowered_block_bytes=(500, 600, 400),
     activations={
-        "fp32": Activations(saved=500, peak=1700, kept=104, again_peak=1350),
-        "bf16": Activations(saved=300, peak=1500, kept=104, again_peak=1300),
+        ("fp32", "none"): Activations(saved=500, peak=1700),
+        ("fp32", "selective"): Activations(saved=200, peak=1450),
+        ("fp32", "block"): Activations(saved=104, peak=1350),
+        ("bf16 gathers", "none"): Activations(saved=250, peak=1500),
     },
 )
 # Three quarters of all that is there are split; what is added up is 600 bytes of a micro-batch.
@@ -68,7 +80,9 @@ HALF = dataclasses.replace(
     reduced_bytes=600,
     root_bytes=625,
     block_bytes=(625, 750, 500),
-    activations={name: Activations(saved=400, peak=1100, kept=80, again_peak=900) for name in ("fp32", "bf16")},
+    lowered_root_bytes=550,
+    lowered_block_bytes=(312, 375, 250),
+    activations={variant: Activations(saved=400, peak=1100) for variant in WHOLE.activations},
 )
 M = Measurement(
     microbatch=1,
@@ -76,8 +90,8 @@ M = Measurement(
     batch_bytes=100,
     modules={"a": 4000},
     frozen=False,
-    anatomy=ModelPartition(whole=WHOLE, pieces=PIECES, traces={"fp32": TRACE, "bf16": TRACE}),
-    halved=ModelPartition(whole=HALF, pieces=PIECES, traces={"fp32": TRACE, "bf16": TRACE}),
+    anatomy=ModelPartition(whole=WHOLE, pieces=PIECES, traces=TRACES),
+    halved=ModelPartition(whole=HALF, pieces=PIECES, traces=TRACES),
 )
 
 
@@ -111,8 +125,11 @@ M = Measurement(
         (RankLayout(tp=4), "allreduce", 4, False, (1750, 1750, 3500, 900, 0)),
         # The second of two stages: pieces b and c, what came in, and the batch.
         (RankLayout(pp=2), "allreduce", 4, False, (2400, 2400, 4800, 1500 + 50 + 100, 0)),
-        # A rank's blocks give 104 in place of 500.
-        (RankLayout(checkpointing=True), "allreduce", 4, False, (4000, 4000, 8000, 1450, 0)),
+        (RankLayout(recompute="selective"), "allreduce", 4, False, (4000, 4000, 8000, 1550, 0)),
+        (RankLayout(recompute="block"), "allreduce", 4, False, (4000, 4000, 8000, 1450, 0)),
+        # Gathered and new gradients in half precision, sums in fp32: around the second block 500 + 2 * 600 + 800,
+        # and twice the root.
+        (RankLayout(fsdp=4, mixed_precision=True), "exact", 4, False, (1000, 1000, 2000, 100, 1800 + 2500)),
     ],
 )
 def test_memory(layout: RankLayout, reduction: Any, microbatches: int, shared: bool, expected: tuple[int, ...]) -> None:
@@ -152,6 +169,7 @@ def test_what_an_optimizer_needs_while_it_steps_comes_after_the_activations() ->
         # Two rounds: 3000 of blocks twice, 1000 of the root once, the gradients each time or once.
         (RankLayout(fsdp=4), "exact", 8, (2 * 7000 + 2 * 4000) * 3 // 4),
         (RankLayout(fsdp=4), "allreduce", 8, (2 * 7000 + 4000) * 3 // 4),
+        (RankLayout(fsdp=4, mixed_precision=True), "allreduce", 8, (2 * (2 * 1500 + 900) + 4000) * 3 // 4),
         # One round of each group of two, and both copies' halves.
         (RankLayout(dp=2, fsdp=2), "allreduce", 4, (7000 + 4000) // 2 + 2 * 2000 // 2),
         # Two rounds, in which all four ranks get a fourth of the gradients each, and its sum from the copy.
@@ -206,10 +224,13 @@ def test_the_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
     assert timing.step_s == pytest.approx(2.8)
 
 
+RECOMPUTE: tuple[Recompute, ...] = ("none", "block")
+
+
 def test_a_third_more_is_computed_where_forward_is_made_twice() -> None:
     one, again = (
-        predict_timing(M, RankLayout(checkpointing=c), "exact", num_microbatches=3, flops_per_s=1e6, bandwidth=1.0)
-        for c in (False, True)
+        predict_timing(M, RankLayout(recompute=r), "exact", num_microbatches=3, flops_per_s=1e6, bandwidth=1.0)
+        for r in RECOMPUTE
     )
     assert (one.compute_s, again.compute_s) == pytest.approx((3.0, 4.0))
 
@@ -222,8 +243,8 @@ def test_micro_batches_that_stages_hold(schedule: Any, of_stages: list[int]) -> 
 
 
 def test_pieces_own_what_they_make() -> None:
-    assert activations(TRACE, 0, 3) == Activations(saved=500, peak=1700, kept=104, again_peak=1454)
-    assert activations(TRACE, 0, 1) == Activations(saved=200, peak=1200, kept=50, again_peak=1200)
+    assert activations(TRACE, 0, 3) == Activations(saved=500, peak=1700)
+    assert activations(TRACE, 0, 1) == Activations(saved=200, peak=1200)
     assert activations(TRACE, 1, 3).peak == 200 + 100 + 1200
 
 

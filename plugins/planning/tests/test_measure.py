@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from paceline.core.errors import TaskError
 from paceline.core.task import Task
 from paceline_planning.measurement import measure
-from paceline_planning.model_partition import MemoryTracker
+from paceline_planning.model_partition import MemoryTracker, Recompute
 from paceline_tasks.transformer import Transformer
 
 
@@ -62,9 +62,9 @@ def test_two_matrices() -> None:
     assert m.whole.parameter_bytes == m.whole.gradient_bytes == m.whole.optimizer_bytes == 4 * m.parameters
     assert m.whole.largest_gradient == 4 * 16 * 32
     # What ReLU returned, what was squared, the loss and its sum; the batch is not the model's.
-    assert m.whole.activations["fp32"].saved == 4 * (8 * 32 + 8 * 4 + 2)
+    assert m.whole.activations["fp32", "none"].saved == 4 * (8 * 32 + 8 * 4 + 2)
     # At the end of backward: the first weight's new gradient, that of its output, and three scalars.
-    assert m.whole.activations["fp32"].peak == 4 * (16 * 32 + 8 * 32 + 3)
+    assert m.whole.activations["fp32", "none"].peak == 4 * (16 * 32 + 8 * 32 + 3)
     assert m.batch_bytes == 4 * 8 * 16
     # Forward; both weights' gradients, and that of the first one's output.
     assert m.whole.flops == 2 * 8 * (2 * 16 * 32 + 3 * 32 * 4)
@@ -79,10 +79,10 @@ def test_adam_holds_two_numbers_a_parameter_and_its_steps() -> None:
 def test_autocast_keeps_copies_of_the_weights() -> None:
     m = measure(Two(width=4096), 1, "cpu")
     # The second weight's, for the gradient of what it was multiplied with; the first one's input has none.
-    assert m.whole.activations["bf16"].saved >= 2 * 4096 * 4
-    assert m.whole.activations["fp32"].saved < 2 * 4096 * 4
+    assert m.whole.activations["bf16", "none"].saved >= 2 * 4096 * 4
+    assert m.whole.activations["fp32", "none"].saved < 2 * 4096 * 4
     # Of both, while forward runs.
-    assert m.whole.activations["bf16"].peak >= m.whole.parameter_bytes / 2
+    assert m.whole.activations["bf16", "none"].peak >= m.whole.parameter_bytes / 2
 
 
 def test_a_loss_that_reads_values_is_run_for_real() -> None:
@@ -151,6 +151,9 @@ class Deep(Task):
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "block")
+
+
 def test_blocks_inside_of_another_module_are_recomputed_one_by_one() -> None:
     anatomy = measure(Deep(), 64).anatomy
     assert [piece.name for piece in anatomy.pieces] == [
@@ -158,6 +161,15 @@ def test_blocks_inside_of_another_module_are_recomputed_one_by_one() -> None:
         *(f"body.layers.{number}" for number in range(6)),
         "head",
     ]
-    held = anatomy.whole.activations["fp32"]
+    held = anatomy.whole.activations
     row = 64 * 8 * 4
-    assert held.kept < held.saved - 5 * row, "of a block its output alone, not what is inside"
+    none, selective, block = (held["fp32", what].saved for what in RECOMPUTE)
+    assert block < none - 5 * row, "of a block its output alone, not what is inside"
+    assert selective == block + 6 * row, "and the result of its first product"
+    assert anatomy.repetition("selective") == 1.0
+    # Of six blocks all but the last product: a sixth of all.
+    assert 1.1 < anatomy.repetition("block") < 1.2
+    # Autocast's copies of all weights end with forward, whatever is recomputed.
+    weights = anatomy.whole.parameter_bytes // 2
+    assert held["bf16", "block"].peak >= weights
+    assert held["bf16 gathers", "block"].peak < held["bf16", "block"].peak

@@ -197,7 +197,7 @@ class ReduceScatterOverReplicas(_PlainMemoryReduceScatter):
 # Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 
 
-_CAST = (nn.Linear, nn.Bilinear, ConvNd)
+CAST_MODULES = (nn.Linear, nn.Bilinear, ConvNd)
 """The modules of which autocast casts all parameters."""
 _OF_WHOLE_PARAMETERS = (optim.Adafactor, optim.Muon, optim.Rprop, optim.SparseAdam)
 """torch's optimizers that fail on sharded parameters, or whose update of a shard has other bits."""
@@ -266,7 +266,9 @@ class FullyShard:
         chosen = {id(block) for block in wrap_units(module, self._config[FsdpOptions].fsdp_wrap)}
         if self._config[FsdpOptions].fsdp_mixed_precision:
             chosen |= {
-                id(child) for child in module.modules() if not isinstance(child, _CAST) and _holds_parameters(child)
+                id(child)
+                for child in module.modules()
+                if not isinstance(child, CAST_MODULES) and _holds_parameters(child)
             }
         below = [child for child in module.modules() if child is not module and id(child) in chosen]
         return exclude_tied(module, reversed(below))
@@ -524,7 +526,7 @@ def _is_cast(unit: nn.Module) -> bool:
     """Return whether autocast casts all parameters gathered with ``unit``."""
     own = {id(parameter) for parameter in _own_parameters(unit)}
     return all(
-        isinstance(owner, _CAST)
+        isinstance(owner, CAST_MODULES)
         for owner in unit.modules()
         if any(id(parameter) in own for parameter in owner.parameters(recurse=False))
     )

@@ -24,7 +24,8 @@ def has_chunks(head: nn.Linear, hidden: torch.Tensor) -> bool:
 
     Tensor parallelism divides the head; and small gradients need the scale of fp16, which comes later.
     """
-    return not isinstance(head.weight, DTensor) and _compute_dtype(head, hidden) != torch.float16
+    is_divided = isinstance(head.weight, DTensor) or len(head.weight) != head.out_features  # or ``plan`` divides it
+    return not is_divided and _compute_dtype(head, hidden) != torch.float16
 
 
 def summed_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

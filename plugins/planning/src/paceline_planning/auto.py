@@ -41,12 +41,13 @@ def choose_by_plan(
         microbatches=config.microbatches,
     )
     precision = "fp32" if config.training.precision == "fp32" else "bf16"  # fp16 takes what bf16 takes
-    again = config[MemoryOptions].checkpoint_activations != "none"
+    again = config[MemoryOptions].checkpoint_activations
 
     def possible() -> Iterator[PlanRow]:
         for row in plan.rows:
             alike = (row.reduction, row.precision) == (config.parallel.reduction, precision)
-            if alike and row.layout.world_size == world_size and row.layout.checkpointing == again:
+            alike = alike and row.layout.recompute == again and not row.layout.mixed_precision
+            if alike and row.layout.world_size == world_size:
                 yield row
 
     of_ddp = next(row for row in possible() if row.layout.family == "ddp")

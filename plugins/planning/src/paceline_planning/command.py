@@ -113,7 +113,7 @@ def _show(result: Plan) -> None:
     unit, unit_bytes = ("GiB", 2**30) if whole.parameter_bytes >= 2**30 else ("MiB", 2**20)
     table = Table(box=None, header_style="bold", pad_edge=False, title_justify="left")
     table.add_column("strategy", no_wrap=True)
-    table.add_column("")
+    table.add_column("", min_width=len("allreduce,"))
     titles = ("params", "grads", "optim.", "activ.", "temp.", f"{unit} per rank", "GB sent")
     for title in (*titles, "seconds"):
         table.add_column(title, justify="right")
@@ -143,10 +143,20 @@ def _show(result: Plan) -> None:
         f"\nFor comparison, half-precision weights with Adam (2 + 2 + 4 + 4 + 4 bytes per parameter): "
         f"{_number(classic_mixed_precision(m.parameters) / unit_bytes)} {unit} of states."
     )
-    if any(row.layout.checkpointing for row in shown):
-        console.print("recompute: a block's activations are recomputed in backward (activation checkpointing).")
-    saved = _number((whole.parameter_bytes + whole.optimizer_bytes) / unit_bytes)
-    console.print(f"While rank 0 saves a checkpoint, its host needs another {saved} {unit}.")
+    if any(row.layout.recompute != "none" for row in shown):
+        console.print(
+            "block, selective: backward recomputes the inside of a block, or all of it but the results of products and "
+            "attention (--checkpoint-activations)."
+        )
+    if any(row.layout.mixed_precision for row in shown):
+        console.print("gathers: fsdp gathers layers in half precision (--fsdp-mixed-precision).")
+    if result.chosen is not None and result.chosen.layout.family == "fsdp":
+        held = result.chosen.memory
+        saved = _number((held.parameters + held.optimizer) / unit_bytes)
+        console.print(f"While a checkpoint is saved, each process needs another {saved} {unit} of its host.")
+    else:
+        saved = _number((whole.parameter_bytes + whole.optimizer_bytes) / unit_bytes)
+        console.print(f"While rank 0 saves a checkpoint, its host needs another {saved} {unit}.")
     for reason in result.reasons:
         console.print(reason, markup=False)
     if result.command is not None:
@@ -157,7 +167,8 @@ def _settings(row: PlanRow) -> list[str]:
     """Return a layout's precision, and its settings that are not the default."""
     words: list[str] = [row.precision]
     words += [row.reduction] if row.reduction != "exact" else []
-    return words + (["recompute"] if row.layout.checkpointing else [])
+    words += ["gathers"] if row.layout.mixed_precision else []
+    return words + ([row.layout.recompute] if row.layout.recompute != "none" else [])
 
 
 def _number(value: float) -> str:

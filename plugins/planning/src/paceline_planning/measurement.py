@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -18,8 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from paceline.core.errors import ConfigError, DataError, TaskError, UserError
 from paceline.core.task import Loss, Task
 from paceline.data.stream import as_stream
+from paceline.parallel.fsdp import CAST_MODULES
 from paceline.parallel.tp_autoplan import infer_tp_plan
-from paceline.parallel.wrap_units import exclude_tied, wrap_units
+from paceline.parallel.wrap_units import CheckpointedForward, checkpoint_activations, exclude_tied, wrap_units
 from paceline.torch_internals import FakeTensorMode, tree_leaves, tree_map_only
 from paceline.training.evaluation import split_values
 from paceline.training.task_parts import build_task_model, build_task_optimizers
@@ -29,7 +30,9 @@ from paceline_planning.model_partition import (
     ModelPart,
     ModelPartition,
     Precision,
+    Recompute,
     Segment,
+    Variant,
     Watched,
     activations,
     find_segments,
@@ -153,6 +156,7 @@ def _dimensions(layer: nn.Module, columns: bool) -> dict[str, int]:
 
 Device = Literal["cpu", "cuda"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
+_RECOMPUTED: tuple[Recompute, ...] = ("none", "selective", "block")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +168,7 @@ class Measurement:
         parameters: how many numbers.
         modules: parameter bytes below each of the model's children.
         halved: of one of two ranks that share its tensors; None if no split of them is known.
+        unsplit: why a model with a known split has none here; None where it has one.
         degrees: the numbers of ranks that may share them.
         built_for_real: why fake tensors did not do; None where they did.
     """
@@ -176,6 +181,7 @@ class Measurement:
     anatomy: ModelPartition
     halved: ModelPartition | None = None
     degrees: tuple[int, ...] = ()
+    unsplit: str | None = None
     built_for_real: str | None = None
 
     @property
@@ -195,6 +201,10 @@ class Measurement:
             "stages_at_most": self.anatomy.most_stages,
             "built_for_real": self.built_for_real,
             **dataclasses.asdict(self.whole),
+            "activations": [
+                {"precision": precision, "checkpoint_activations": recompute, **dataclasses.asdict(held)}
+                for (precision, recompute), held in self.whole.activations.items()
+            ],
         }
 
 
@@ -215,7 +225,7 @@ def measure(task: Task, microbatch: int, device: Device = "cuda") -> Measurement
     except UserError:
         raise
     except Exception as error:  # whatever the task's code does that fake tensors cannot
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        reason = _first_line(error)
     _require_room(task, fake, reason)
     return _measure(task, batch, microbatch, device, None, reason)
 
@@ -252,9 +262,13 @@ def _measure(
         try:
             with found.applied(module):
                 halved = _halved(task, module, batch, microbatch, anatomy, found, inner)
-        except Exception:  # its code counts on the whole width; then it cannot be split
-            return measured
+        except Exception as error:  # its code counts on the whole width; then it cannot be split
+            return dataclasses.replace(measured, unsplit=_first_line(error))
         return dataclasses.replace(measured, halved=halved, degrees=found.degrees)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
 
 def _dissect(
@@ -265,10 +279,7 @@ def _dissect(
     device: Device,
 ) -> ModelPartition:
     """Run a step of the model as it is."""
-    traces: dict[Precision, MemoryTrace] = {}
-    called: list[tuple[str, nn.Module]] = []
-    for precision in PRECISIONS:
-        traces[precision], called = _run(task, module, batch, microbatch, precision)
+    traces, called = _trace(task, module, batch, microbatch, PRECISIONS)
     optimizers = list(build_task_optimizers(task, module).values())
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -304,9 +315,8 @@ def _halved(
     It is run in fp32 only: a large model's step takes seconds even without data. The optimizer's state goes
     with the gradients, and so do half-precision copies with the weights.
     """
-    trace, called = _run(task, module, batch, microbatch, "fp32")
+    traces, called = _trace(task, module, batch, microbatch, ("fp32",), split=split)
     was = before.whole
-    traces: dict[Precision, MemoryTrace] = {"fp32": trace}
     whole = _part(module, inner, traces, reduced_bytes=split.reduced_bytes, optimizer_bytes=0, optimizer_temporary=0)
     share = whole.gradient_bytes / was.gradient_bytes
     whole = dataclasses.replace(
@@ -323,23 +333,72 @@ def _halved(
     )
 
 
-def _part(
-    module: nn.Module, inner: list[nn.Module], traces: Mapping[Precision, MemoryTrace], **others: int
-) -> ModelPart:
+def _part(module: nn.Module, inner: list[nn.Module], traces: Mapping[Variant, MemoryTrace], **others: int) -> ModelPart:
     """Return a model as it was run, with what else is known of it."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    root, block_bytes = _gathered(module, inner)
+    root, block_bytes = _gathered(module, inner, lowered=False)
+    lowered_root, lowered_blocks = _gathered(module, inner, lowered=True)
     return ModelPart(
         parameter_bytes=nbytes(module.parameters()),
         gradient_bytes=nbytes(trained),
         largest_gradient=max(nbytes([parameter]) for parameter in trained),
         buffer_bytes=nbytes(module.buffers()),
-        flops=sum(traces["fp32"].flops),
+        flops=sum(traces["fp32", "none"].flops),
         root_bytes=root,
         block_bytes=block_bytes,
-        activations={name: activations(trace, 0, len(trace.flops)) for name, trace in traces.items()},
+        lowered_root_bytes=lowered_root,
+        lowered_block_bytes=lowered_blocks,
+        activations={variant: activations(trace, 0, len(trace.flops)) for variant, trace in traces.items()},
         **others,
     )
+
+
+def _trace(
+    task: Task,
+    module: nn.Module,
+    batch: Any,
+    microbatch: int,
+    precisions: Sequence[Precision],
+    split: HalvedModel | None = None,
+) -> tuple[dict[Variant, MemoryTrace], list[tuple[str, nn.Module]]]:
+    """Trace a step for each precision, and for all that backward may recompute; return also the pieces."""
+    traces: dict[Variant, MemoryTrace] = {}
+    called: list[tuple[str, nn.Module]] = []
+    reduced = 0
+    for recompute in _RECOMPUTED:
+        try:
+            with _recomputing(module, recompute, to_the_end=split is not None):
+                for precision in precisions:
+                    if split is not None:
+                        split.reduced_bytes = 0
+                    trace, without_copies, called = _run(task, module, batch, microbatch, precision)
+                    traces[precision, recompute] = trace
+                    if precision == "bf16":
+                        traces["bf16 gathers", recompute] = without_copies
+        except ConfigError:  # no block to recompute
+            continue
+        if split is not None and recompute == "none":
+            reduced = split.reduced_bytes
+    if split is not None:
+        split.reduced_bytes = reduced
+    return traces, called
+
+
+@contextmanager
+def _recomputing(module: nn.Module, what: Recompute, *, to_the_end: bool) -> Iterator[None]:
+    """While it is entered, backward recomputes as training with ``--checkpoint-activations`` does.
+
+    Raises:
+        ConfigError: the model has no blocks.
+    """
+    if what != "none":
+        checkpoint_activations(module, what, "auto", to_the_end=to_the_end)
+    try:
+        yield
+    finally:
+        for part in module.modules():
+            if isinstance(getattr(vars(part).get("forward"), "__func__", None), CheckpointedForward):
+                del part.__dict__["forward"]
 
 
 def _run(
@@ -348,15 +407,16 @@ def _run(
     batch: Any,
     microbatch: int,
     precision: Precision,
-) -> tuple[MemoryTrace, list[tuple[str, nn.Module]]]:
-    """Trace one forward and backward; return also the pieces, as they were called first."""
+) -> tuple[MemoryTrace, MemoryTrace, list[tuple[str, nn.Module]]]:
+    """Trace one forward and backward; return it also without cast weights, and the pieces as they were called first."""
     gradients = []
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
     candidates = find_segments(module)
-    live = MemoryTracker([*module.parameters(), *module.buffers(), *gradients, *_tensors(batch)])
+    known = [*module.parameters(), *module.buffers(), *gradients, *_tensors(batch)]
+    live = MemoryTracker(known, weights=module.parameters())
     watched = Watched([child for _, child in candidates], live)
     with live, watched.hooked():
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
@@ -377,7 +437,12 @@ def _run(
         flops=tuple(live.flops.get(index, 0) for index in order),
         output_bytes=tuple(watched.output_bytes.get(index, 0) for index in order),
     )
-    return trace, [candidates[index] for index in order]
+    without_copies = dataclasses.replace(
+        trace,
+        events=tuple(event for number, event in enumerate(events) if number not in live.copies),
+        forward_events=forward_events - sum(number < forward_events for number in live.copies),
+    )
+    return trace, without_copies, [candidates[index] for index in order]
 
 
 def _pieces(module: nn.Module, called: Sequence[tuple[str, nn.Module]]) -> tuple[Segment, ...]:
@@ -446,15 +511,25 @@ def _require_room(task: Task, fake: FakeTensorMode, reason: str) -> None:
         )
 
 
-def _gathered(module: nn.Module, inner: list[nn.Module]) -> tuple[int, tuple[int, ...]]:
-    """Return the bytes that fsdp gathers with the root, and with each block, in the model's order."""
+def _gathered(module: nn.Module, inner: list[nn.Module], *, lowered: bool) -> tuple[int, tuple[int, ...]]:
+    """Return the bytes that fsdp gathers with the root, and with each block, in the model's order.
+
+    Args:
+        lowered: layers that autocast casts are gathered in half precision.
+    """
+    casts = [layer for layer in module.modules() if lowered and isinstance(layer, CAST_MODULES)]
+    half = {id(parameter) for layer in casts for parameter in layer.parameters()}
     taken: set[int] = set()
     sizes: dict[int, int] = {}
+
+    def size(parameters: Iterable[nn.Parameter]) -> int:
+        return sum(nbytes([p]) // (2 if id(p) in half else 1) for p in parameters)
+
     for block in inner:  # inner ones first
         own = {id(p): p for p in block.parameters() if id(p) not in taken}
         taken |= own.keys()
-        sizes[id(block)] = nbytes(own.values())
-    root = nbytes(p for p in module.parameters() if id(p) not in taken)
+        sizes[id(block)] = size(own.values())
+    root = size(p for p in module.parameters() if id(p) not in taken)
     return root, tuple(sizes[id(child)] for child in module.modules() if id(child) in sizes)
 
 

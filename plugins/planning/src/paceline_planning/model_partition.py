@@ -31,23 +31,27 @@ class MemoryTracker(TorchDispatchMode):
         peak: the most that ``now`` has been.
         owner: the current part of the model, to which new storages and operations are attributed.
         events: (owner, bytes more or less), in order.
+        copies: the places in ``events`` of weights that were cast, and of their end.
         flops: by owner: of matrix products, convolutions and attention.
 
     Args:
         known: tensors that were there before, and do not count.
+        weights: those of them whose casts are copies.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, known: Iterable[torch.Tensor], weights: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self.owner = 0
         self.events: list[tuple[int, int]] = []
+        self.copies: set[int] = set()
         self.flops: dict[int, int] = {}
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._living: set[weakref.ref[Any]] = set()
         for tensor in known:
             self._seen.add(tensor.untyped_storage())
+        self._weights = weakref.WeakSet(tensor.untyped_storage() for tensor in weights)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -57,29 +61,35 @@ class MemoryTracker(TorchDispatchMode):
             flops = int(counted(*args, **kwargs, out_val=result))
             self.flops[self.owner] = self.flops.get(self.owner, 0) + flops
         if isinstance(result, torch.Tensor):  # nearly always: and models have many operators
-            self._count(result.untyped_storage())
+            is_copy = func is _CAST and args[0].untyped_storage() in self._weights
+            self._count(result.untyped_storage(), is_copy)
             return result
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._count(leaf.untyped_storage())
         return result
 
-    def _count(self, storage: Any) -> None:
+    def _count(self, storage: Any, is_copy: bool = False) -> None:
         if storage in self._seen:
             return
         self._seen.add(storage)
-        self._change(self.owner, storage.nbytes())
+        self._change(self.owner, storage.nbytes(), is_copy)
         self.peak = max(self.peak, self.now)
-        gone = partial(self._gone, self.owner, storage.nbytes())
+        gone = partial(self._gone, self.owner, storage.nbytes(), is_copy)
         self._living.add(weakref.ref(storage, gone))
 
-    def _gone(self, owner: int, nbytes: int, reference: weakref.ref[Any]) -> None:
+    def _gone(self, owner: int, nbytes: int, is_copy: bool, reference: weakref.ref[Any]) -> None:
         self._living.discard(reference)
-        self._change(owner, -nbytes)
+        self._change(owner, -nbytes, is_copy)
 
-    def _change(self, owner: int, nbytes: int) -> None:
+    def _change(self, owner: int, nbytes: int, is_copy: bool) -> None:
         self.now += nbytes
+        if is_copy:
+            self.copies.add(len(self.events))
         self.events.append((owner, nbytes))
+
+
+_CAST = torch.ops.aten._to_copy.default
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -102,7 +112,13 @@ _FLOPS: dict[Any, Any] = {
 # --- Measures of a part of a model: the pieces that its forward runs one after the other, and stages of them
 
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "bf16 gathers"]
+"""With "bf16 gathers", fsdp gathers weights that autocast would cast in half precision, and there are no copies."""
+
+Recompute = Literal["none", "selective", "block"]
+"""What backward recomputes, as in ``--checkpoint-activations``."""
+
+Variant = tuple[Precision, Recompute]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +128,10 @@ class Activations:
     Attributes:
         saved: kept for backward when forward is done; weights that autocast has converted are among it.
         peak: the most at any time of forward and backward, new gradients included.
-        kept: saved bytes if backward recomputes the inside of each piece.
-        again_peak: the peak then.
     """
 
     saved: int
     peak: int
-    kept: int
-    again_peak: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +151,8 @@ class ModelPart:
         reduced_bytes: of tensors that all ranks of a tensor-parallel group add up.
         root_bytes: the parameters that fsdp gathers with the whole model.
         block_bytes: the other modules that it gathers, in the model's order.
-        activations: by precision.
+        lowered_root_bytes, lowered_block_bytes: the same where it gathers layers that autocast casts in half precision.
+        activations: by precision, and by what backward recomputes.
     """
 
     parameter_bytes: int
@@ -154,7 +167,9 @@ class ModelPart:
     reduced_bytes: int = 0
     root_bytes: int = 0
     block_bytes: tuple[int, ...] = ()
-    activations: Mapping[Precision, Activations]
+    lowered_root_bytes: int = 0
+    lowered_block_bytes: tuple[int, ...] = ()
+    activations: Mapping[Variant, Activations]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,22 +264,14 @@ class Watched:
 
 def activations(trace: MemoryTrace, first: int, last: int) -> Activations:
     """Return the part of the pieces from ``first`` up to, without, ``last``."""
-    now = saved = peak = again = 0
-    within = [0] * (last - first)
-    at_end = [0] * (last - first)
-    highest = [0] * (last - first)
+    now = saved = peak = 0
     for number, (piece, delta) in enumerate(trace.events):
         if number == trace.forward_events:
-            saved, at_end = now, list(within)
-        if not first <= piece < last:
-            continue
-        now += delta
-        peak = max(peak, now)
-        within[piece - first] += delta
-        highest[piece - first] = max(highest[piece - first], within[piece - first])
-    kept = [min(held, trace.output_bytes[first + k]) for k, held in enumerate(at_end)]
-    again = sum(kept) + max((high - held for high, held in zip(highest, kept, strict=True)), default=0)
-    return Activations(saved=saved, peak=peak, kept=sum(kept), again_peak=min(peak, again))
+            saved = now
+        if first <= piece < last:
+            now += delta
+            peak = max(peak, now)
+    return Activations(saved=saved, peak=peak)
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -281,21 +288,26 @@ class ModelPartition:
 
     Attributes:
         pieces: in the order of forward.
-        traces: of a micro-batch, by precision.
+        traces: of a micro-batch, by precision, and by what backward recomputes.
         cut_by: the quantity to divide equally over stages, by piece; empty for the operations.
         steps_at_once: the optimizer steps all parameters at once, and needs more the more there are.
     """
 
     whole: ModelPart
     pieces: tuple[Segment, ...]
-    traces: Mapping[Precision, MemoryTrace]
+    traces: Mapping[Variant, MemoryTrace]
     cut_by: tuple[float, ...] = ()
     steps_at_once: bool = True
 
     @property
     def costs(self) -> tuple[float, ...]:
         """The pieces' parts of the time."""
-        return self.cut_by or tuple(map(float, self.traces["fp32"].flops))
+        return self.cut_by or tuple(map(float, self.traces["fp32", "none"].flops))
+
+    def repetition(self, recompute: Recompute) -> float:
+        """Return how many times the operations of a step without recomputation are made."""
+        again, once = (sum(self.traces["fp32", what].flops) for what in (recompute, "none"))
+        return again / max(1, once)
 
     @property
     def most_stages(self) -> int:
@@ -319,7 +331,7 @@ def _stages(anatomy: ModelPartition, number: int) -> tuple[ModelPart, ...]:
 
 
 def _stage(anatomy: ModelPartition, first: int, last: int) -> ModelPart:
-    whole, trace = anatomy.whole, anatomy.traces["fp32"]
+    whole, trace = anatomy.whole, anatomy.traces["fp32", "none"]
     pieces = anatomy.pieces[first:last]
     trained = sum(piece.gradient_bytes for piece in pieces)
     share = trained / whole.gradient_bytes
@@ -336,7 +348,8 @@ def _stage(anatomy: ModelPartition, first: int, last: int) -> ModelPart:
         sent_bytes=_handed_on(trace, last),
         reduced_bytes=round(whole.reduced_bytes * sum(trace.flops[first:last]) / max(1, whole.flops)),
         root_bytes=parameters,
-        activations={name: activations(of, first, last) for name, of in anatomy.traces.items()},
+        lowered_root_bytes=parameters,
+        activations={variant: activations(of, first, last) for variant, of in anatomy.traces.items()},
     )
 
 
@@ -358,26 +371,24 @@ def split_further(one: ModelPart, half: ModelPart, degree: int) -> ModelPart:
         return max(0, round(2 * b - a + 2 * (a - b) / degree))
 
     activations_of_half = {
-        precision: half.activations.get(precision) or _estimated(one, half, precision) for precision in one.activations
+        variant: half.activations.get(variant) or _estimated(one, half, variant) for variant in one.activations
     }
     half = replace(half, activations=activations_of_half)
     values = {f.name: of(getattr(one, f.name), getattr(half, f.name)) for f in fields(one)}
     return ModelPart(**{**values, "reduced_bytes": half.reduced_bytes})
 
 
-def _estimated(one: ModelPart, half: ModelPart, precision: Precision) -> Activations:
+def _estimated(one: ModelPart, half: ModelPart, variant: Variant) -> Activations:
     """Half of a part's activations in half precision: weights' copies as the weights, all else as in fp32."""
-    was, now, own = one.activations["fp32"], half.activations["fp32"], one.activations[precision]
+    precision, recompute = variant
+    was, now = one.activations["fp32", recompute], half.activations["fp32", recompute]
+    own, without_copies = one.activations[precision, recompute], one.activations["bf16 gathers", recompute]
     weights = half.parameter_bytes / max(1, one.parameter_bytes)
 
-    def of(before: int, after: int, value: int, copies: int) -> int:
-        held = min(value, copies)
-        return round(held * weights + (value - held) * after / max(1, before))
+    def of(value: int, rest: int, before: int, after: int) -> int:
+        return round((value - rest) * weights + rest * after / max(1, before))
 
-    copies = one.parameter_bytes // 2
     return Activations(
-        saved=of(was.saved, now.saved, own.saved, copies),
-        peak=of(was.peak, now.peak, own.peak, copies),
-        kept=of(was.kept, now.kept, own.kept, 0),
-        again_peak=of(was.again_peak, now.again_peak, own.again_peak, 0),
+        saved=of(own.saved, without_copies.saved, was.saved, now.saved),
+        peak=of(own.peak, without_copies.peak, was.peak, now.peak),
     )

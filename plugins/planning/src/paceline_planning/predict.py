@@ -11,7 +11,7 @@ from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline_planning.measurement import Measurement
-from paceline_planning.model_partition import Activations, ModelPart, Precision, split_further
+from paceline_planning.model_partition import Activations, ModelPart, Precision, Recompute, split_further
 
 # --- How ranks are laid out: sizes of a mesh's axes, and what goes with them ---
 
@@ -31,7 +31,8 @@ class RankLayout:
         tp: ranks that its tensors are split over.
         zero1: copies share the optimizer's state.
         zero_stage: DeepSpeed's ZeRO stage, 1 to 3; 0: it is not used.
-        checkpointing: backward recomputes a block's activations.
+        recompute: what backward recomputes.
+        mixed_precision: fsdp gathers layers that autocast casts in half precision.
     """
 
     pp: int = 1
@@ -41,7 +42,8 @@ class RankLayout:
     zero1: bool = False
     zero_stage: int = 0
     schedule: Schedule = "1f1b"
-    checkpointing: bool = False
+    recompute: Recompute = "none"
+    mixed_precision: bool = False
 
     @property
     def axes(self) -> dict[str, int]:
@@ -83,8 +85,10 @@ class RankLayout:
             options = {"mesh": self.name}
         if self.zero_stage > 1:
             options["zero_stage"] = self.zero_stage
-        if self.checkpointing:
-            options["checkpoint_activations"] = "block"
+        if self.recompute != "none":
+            options["checkpoint_activations"] = self.recompute
+        if self.mixed_precision:
+            options |= {"precision": "bf16", "fsdp_mixed_precision": True}
         return options
 
     @property
@@ -204,7 +208,7 @@ def predict_memory(
     of_stages = [
         _of_rank(
             *(m, part, layout, reduction, num_microbatches),
-            measured=part.activations[precision],
+            measured=part.activations["bf16 gathers" if layout.mixed_precision else precision, layout.recompute],
             in_flight=in_flight(layout, stage, num_microbatches),
             shared_memory=shared_memory,
         )
@@ -235,8 +239,6 @@ def _of_rank(
     shared_memory: bool,
 ) -> Memory:
     saved, peak = measured.saved, measured.peak
-    if layout.checkpointing:
-        saved, peak = measured.kept, measured.again_peak
     # What came in and what went out stay with each micro-batch until its backward.
     others = (in_flight - 1) * saved + in_flight * part.received_bytes
     if layout.fsdp > 1:
@@ -283,16 +285,18 @@ def _fsdp(
     # Each of several copies sums a part of its chunk.
     kept = plan.kept_between_micro_steps(layout.data_ranks) if reduction == "exact" else 0
     open_sums = kept * -(-piece // layout.dp)
-    around = (0, *part.block_bytes, 0)
-    triples = zip(around, around[1:], around[2:], strict=False)
-    blocks = max((before + 2 * own + after for before, own, after in triples), default=0)
+    root, of_blocks = part.root_bytes, part.block_bytes
+    if layout.mixed_precision:
+        root, of_blocks = part.lowered_root_bytes, part.lowered_block_bytes
+    around = zip((0, *of_blocks), of_blocks, (*part.block_bytes[1:], 0), strict=False)  # sums are in fp32
+    blocks = max((before + 2 * own + after for before, own, after in around), default=0)
     # New gradients are among what was measured; here they are counted with their blocks.
     without_gradients = max(saved, peak - part.largest_gradient)
     # In a step's first backward, gradients come as activations go; before any later one they are all there.
     overlap = piece if num_microbatches <= layout.data_ranks else 0
     activations = max(0, without_gradients - overlap)
     optimizer_temporary = -(-part.optimizer_temporary // ranks)
-    gathered = 2 * part.root_bytes + blocks
+    gathered = 2 * root + blocks
     return Memory(
         parameters=piece + part.buffer_bytes,
         gradients=piece + open_sums + part.buffer_bytes,
@@ -325,10 +329,6 @@ def _deepspeed(m: Measurement, part: ModelPart, peak: int, layout: RankLayout) -
 
 
 # --- Communication and time of a step under each strategy: pure functions of sizes and degrees ---
-
-
-_AGAIN = 4 / 3
-"""A step's operations with checkpointing, against without: forward is one third, and is made twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,8 +367,10 @@ def data_bytes(part: ModelPart, layout: RankLayout, reduction: Reduction, num_mi
         return 0
     if layout.fsdp > 1:
         rounds = -(-num_microbatches // ranks)
-        blocks = part.parameter_bytes - part.root_bytes
-        gathered = rounds * (2 * blocks + part.root_bytes) * (layout.fsdp - 1) // layout.fsdp
+        root, blocks = part.root_bytes, part.parameter_bytes - part.root_bytes
+        if layout.mixed_precision:
+            root, blocks = part.lowered_root_bytes, sum(part.lowered_block_bytes)
+        gathered = rounds * (2 * blocks + root) * (layout.fsdp - 1) // layout.fsdp
         over_copies = (part.gradient_bytes // layout.fsdp) * (layout.dp - 1) // layout.dp
         if reduction == "exact":
             return gathered + rounds * part.gradient_bytes * (ranks - 1) // ranks + over_copies
@@ -402,7 +404,7 @@ def predict_timing(
     """
     micro_batches = -(-num_microbatches // layout.data_ranks)
     stages = parts(m, layout)
-    again = _AGAIN if layout.checkpointing else 1.0
+    again = m.anatomy.repetition(layout.recompute)
     of_one = [again * part.flops / flops_per_s for part in stages]
     # In a ring, all but its own part, twice.
     within = [2 * part.reduced_bytes * (layout.tp - 1) // layout.tp * micro_batches for part in stages]

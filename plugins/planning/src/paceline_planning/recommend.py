@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.core.built_in import TASK_PREFIXES
 from paceline.core.config import to_flags
 from paceline.core.errors import ConfigError
 from paceline.core.task import Task
 from paceline_planning.measurement import PRECISIONS, Device, Measurement, measure
-from paceline_planning.model_partition import Precision
+from paceline_planning.model_partition import Precision, Recompute
 from paceline_planning.predict import (
     Memory,
     RankLayout,
@@ -31,6 +32,9 @@ _HEADROOM = 0.92
 """The part of a GPU's memory that tensors get: the rest is the context's, the libraries' and gaps."""
 
 _REDUCTIONS: tuple[Reduction, ...] = ("exact", "allreduce")
+
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "block")
+"""From the least recomputation to the most."""
 
 _AS_FAST = 1.1
 """Steps that take up to so many times the shortest count as equally fast: predictions are not more precise."""
@@ -90,7 +94,8 @@ class PlanRow:
             "mesh": self.layout.axes,
             "reduction": self.reduction,
             "precision": self.precision,
-            "checkpoint_activations": "block" if self.layout.checkpointing else "none",
+            "checkpoint_activations": self.layout.recompute,
+            "fsdp_mixed_precision": self.layout.mixed_precision,
             "memory": {**dataclasses.asdict(self.memory), "total": self.memory.total},
             "timing": dataclasses.asdict(self.timing),
             "fits": self.fits,
@@ -174,18 +179,30 @@ def make_plan(
     rows = tuple(_rows(m, machines, num_microbatches))
     chosen = choose_plan([row for row in rows if row.layout.world_size == world])
     options = _options(task, machines, chosen, num_microbatches, batch) if chosen is not None else []
-    sets = [word for field, value in assignments.items() for word in ("--set", f"{field}={value}")]
+    words = _task_words(name, assignments)
     return Plan(
-        task=name,
+        task=words[0],
         measurement=m,
         machines=machines,
         global_batch_size=batch,
         microbatches=num_microbatches,
         rows=rows,
         chosen=chosen,
-        command=None if chosen is None else shlex.join(["paceline", "train", name, *sets, *options]),
+        command=None if chosen is None else shlex.join(["paceline", "train", *words, *options]),
         reasons=tuple(_reasons(m, machines, rows, chosen)),
     )
+
+
+def _task_words(name: str, assignments: Mapping[str, str]) -> list[str]:
+    """Return the task as one types it: ``hf:DIR --context 8192`` in place of its class and ``--set``."""
+    words, rest = [name], dict(assignments)
+    for prefix, task in TASK_PREFIXES.items():
+        if name == task.reference and task.field in rest:
+            words = [f"{prefix}:{rest.pop(task.field)}"]
+            for field in [field for field in rest if field in task.flags]:
+                flag, value = f"--{field.replace('_', '-')}", rest.pop(field)
+                words += [flag, value] if task.flags[field][0] else [flag]
+    return words + [word for field, value in rest.items() for word in ("--set", f"{field}={value}")]
 
 
 def _rows(m: Measurement, machines: ClusterSpec, num_microbatches: int) -> list[PlanRow]:
@@ -199,7 +216,10 @@ def _rows(m: Measurement, machines: ClusterSpec, num_microbatches: int) -> list[
         if layout.pp * layout.data_ranks > num_microbatches:
             continue  # a stage would have nothing to do
         for row in _variants(m, machines, layout, num_microbatches):
-            key = (row.layout.family, row.reduction, row.precision, row.layout.checkpointing)
+            key = (
+                *(row.layout.family, row.reduction, row.precision),
+                *(row.layout.recompute, row.layout.mixed_precision),
+            )
             if key not in best or _rank(row) < _rank(best[key]):
                 best[key] = row
     families = list(dict.fromkeys(row.layout.family for row in best.values()))
@@ -211,20 +231,28 @@ def _rank(row: PlanRow) -> tuple[bool, float, int]:
     return (not row.fits, float(f"{row.timing.step_s:.2g}") if row.fits else 0.0, row.memory.total)
 
 
-def _preference(row: PlanRow, m: Measurement) -> tuple[bool, bool, bool, int]:
-    """Sort key of a family's rows: those that fit, no recomputation, sums in a fixed order, a precision."""
-    # Many parameters make the arithmetic the step, and half precision is what GPUs are fast at.
-    precisions = PRECISIONS if m.parameters < SHARDING_PAYS else tuple(reversed(PRECISIONS))
-    fast = row.reduction == "allreduce"
-    return (not row.fits, row.layout.checkpointing, fast, precisions.index(row.precision))
+def _preference(row: PlanRow, m: Measurement) -> tuple[bool | int, ...]:
+    """Sort key of a family's rows: those that fit, half precision for a large model, little recomputation.
+
+    Many parameters make the arithmetic the step, half precision is what GPUs are fast at, and copies of all weights
+    are much. Then sums in a fixed order.
+    """
+    is_large = m.parameters >= SHARDING_PAYS
+    is_slow = is_large and row.precision == "fp32"
+    recompute = _RECOMPUTE.index(row.layout.recompute)
+    least = (row.reduction == "allreduce", PRECISIONS.index(row.precision), row.layout.mixed_precision != is_large)
+    return (not row.fits, is_slow, recompute, *least)
 
 
 def _variants(m: Measurement, machines: ClusterSpec, layout: RankLayout, num_microbatches: int) -> Iterator[PlanRow]:
     shared_memory = machines.device == "cpu" and machines.nodes == 1
-    for checkpointing, reduction, precision in itertools.product((False, True), _REDUCTIONS, PRECISIONS):
-        if layout.zero_stage and (checkpointing or reduction == "exact"):
+    recomputes = [what for what in _RECOMPUTE if ("fp32", what) in m.anatomy.traces]
+    for recompute, reduction, precision, mixed in itertools.product(recomputes, _REDUCTIONS, PRECISIONS, (False, True)):
+        if layout.zero_stage and (recompute != "none" or reduction == "exact"):
             continue  # DeepSpeed sums by itself
-        one = dataclasses.replace(layout, checkpointing=checkpointing)
+        if mixed and (precision == "fp32" or layout.fsdp == 1):
+            continue
+        one = dataclasses.replace(layout, recompute=recompute, mixed_precision=mixed)
         memory = predict_memory(
             m, one, reduction, precision, num_microbatches=num_microbatches, shared_memory=shared_memory
         )
@@ -239,7 +267,7 @@ def choose_plan(rows: Sequence[PlanRow]) -> PlanRow | None:
     # An optional engine is chosen only on request: fsdp shards as much.
     there = [row for row in rows if row.in_paceline and row.fits and not row.layout.zero_stage]
     plain = next((row for row in there if row.layout.family in ("single", "ddp")), None)
-    if plain is not None and not plain.layout.checkpointing:
+    if plain is not None and plain.layout.recompute == "none":
         return plain
     if not there:
         return None
@@ -260,7 +288,7 @@ def _options(task: Task, machines: ClusterSpec, row: PlanRow, num_microbatches: 
     words += to_flags(row.layout.options)
     if row.reduction != "exact":
         words += ["--reduction", row.reduction]
-    if row.precision != "fp32":
+    if row.precision != "fp32" and not row.layout.mixed_precision:
         words += ["--precision", row.precision]
     if num_microbatches != task.defaults.microbatches:
         words += ["--microbatches", str(num_microbatches)]
@@ -283,7 +311,7 @@ def _reasons(m: Measurement, machines: ClusterSpec, rows: tuple[PlanRow, ...], c
         )
     elif family == "single":
         said.append("One process: there is nothing to share.")
-    elif family == "ddp" and not chosen.layout.checkpointing:
+    elif family == "ddp" and chosen.layout.recompute == "none":
         said.append("The whole model fits each GPU: ddp sends least, and its survivors continue after a loss.")
         if m.parameters < SHARDING_PAYS:
             said.append(
@@ -298,7 +326,10 @@ def _reasons(m: Measurement, machines: ClusterSpec, rows: tuple[PlanRow, ...], c
     if chosen is not None and chosen.precision == "bf16":
         said.append("bf16 before fp16: the same memory and speed, its range is fp32's, so no scaler is needed.")
     if machines.gpus > 1 and not m.degrees:
-        said.append("tp is left out: there is no plan for splitting the model's layers.")
+        reason = "there is no plan for splitting the model's layers."
+        if m.unsplit is not None:
+            reason = f"the model does not run with its layers split ({m.unsplit})."
+        said.append(f"tp is left out: {reason}")
     if machines.gpus > 1 and m.anatomy.most_stages == 1:
         said.append("pp is left out: the model cannot be cut, or its pieces share parameters.")
     if m.built_for_real is not None:
@@ -338,6 +369,12 @@ def _why(m: Measurement, rows: tuple[PlanRow, ...], chosen: PlanRow) -> list[str
     same = [row for row in rows if row.layout == layout and row.reduction == chosen.reduction]
     if chosen.precision == "fp32" and not all(row.fits for row in same):
         said.append("bf16 does not fit: autocast keeps a copy of every weight from forward to backward.")
-    if layout.checkpointing:
-        said.append("Activations do not fit, so backward recomputes those of a block: a third more operations.")
+    if layout.mixed_precision:
+        said.append("fsdp gathers layers in bf16 (--fsdp-mixed-precision), so that autocast copies no weights.")
+    if layout.recompute != "none":
+        more = 100 * max(0.0, m.anatomy.repetition(layout.recompute) - 1)
+        said.append(
+            f"Activations do not fit, so backward recomputes those of a block "
+            f"(--checkpoint-activations {layout.recompute}): {more:.0f} % more operations."
+        )
     return said
