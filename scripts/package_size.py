@@ -1,8 +1,9 @@
 """Prints how large the core and each plug-in are, and what a training reaches; with ``--check``, holds the budgets.
 
 The budgets are in ``[tool.paceline.size]`` of pyproject.toml: lines of each room of the core and of each plug-in, lines
-and lines of code of the core, lines of all. Only a commit that deletes elsewhere raises one. The path of a step is what
-docs/architecture.md names under that heading, from ``paceline train`` to a committed checkpoint::
+and lines of code of the core, lines of all. Only a commit that deletes elsewhere raises one, and none raises a limit of
+:data:`LIMITS`. The path of a step is what docs/architecture.md names under that heading, from ``paceline train`` to a
+committed checkpoint::
 
     python scripts/package_size.py [--check] [--json]
 """
@@ -31,6 +32,12 @@ TRAINING = (
     "parallel/microbatches.py",
 )
 """A training on two processes: the command, and what it names in text, not by an import."""
+
+LIMITS = {"core": 55_000, "core, code": 33_000, "a training, files": 110}
+"""What no budget may exceed."""
+
+BARS = {"all": 82_000, "a training, lines": 28_000}
+"""What the project has not reached."""
 
 OPTIONAL = (
     *("parallel/fsdp.py", "parallel/tensor_parallel.py", "parallel/tp_autoplan.py", "parallel/pipeline/"),
@@ -148,11 +155,19 @@ def main() -> int:
         for name, size in sizes.items():
             print(f"{size:8,}  {name}")
         print(f"repeated class names: {', '.join(repeated_classes()) or 'none'}")
+        for name, bar in BARS.items():
+            if sizes[name] > bar:
+                print(f"not reached: {name}, {sizes[name]:,} of {bar:,}")
     if not arguments.check:
         return 0
     budgets = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["paceline"]["size"]
     problems = [f"{name} has no budget" for name in sizes if name not in budgets]
     problems += [f"there is no {name}" for name in budgets if name not in sizes]
+    problems += [
+        f"{name}: {sizes[name]:,}, above the limit of {limit:,}, which no budget raises"
+        for name, limit in LIMITS.items()
+        if sizes[name] > limit
+    ]
     problems += [
         f"{name}: {size:,}, above its budget of {budgets[name]:,}"
         for name, size in sizes.items()
