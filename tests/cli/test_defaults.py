@@ -130,6 +130,11 @@ def test_a_dry_run_and_config_say_which_file_an_option_is_from(
         ("site", "[slrum]\naccount = 'x'", "site.toml: there is no table [slrum]. The tables are: [run], [job], "),
         ("site", "[job]\nnaem = 'x'", "site.toml: [job] has no option 'naem'."),
         ("site", "[slurm]\nacount = 'x'", "site.toml: --acount is not an option of --on slurm, which takes: "),
+        ("site", "[slurm]\nmem = 64", "site.toml: mem = 64: expected `str`, got `int`."),
+        ("site", "[slurm]\nmodule = 'cuda'", "site.toml: module = 'cuda': expected `array`, got `str`, such as ["),
+        ("site", "[slurm]\npartition = ['a']", "site.toml: partition = ('a',): expected `str`, got `array`"),
+        ("site", "[job]\nenv = 'A=1'", "site.toml: env = 'A=1': expected `array`, got `str`, such as ["),
+        ("site", "[job]\ncpus_per_task = true", "site.toml: cpus_per_task = True: expected `int`, got `bool`."),
         ("site", "[run", "site.toml: "),
         ("project", "[slurm]\nsetup = ['rm x']", "paceline.toml has the table [slurm], which becomes part of commands"),
         ("project", "[run]\npython = './python'", "paceline.toml has python, which becomes part of commands"),
@@ -146,4 +151,6 @@ def test_a_mistake_is_said_with_its_file(
     write(**{file: text})
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        read_defaults("project/task.py:Ones").launcher_options("slurm", None)
+        defaults = read_defaults("project/task.py:Ones")
+        defaults.launcher_options("slurm", None)
+        defaults.job_options(None)

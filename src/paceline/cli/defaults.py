@@ -23,7 +23,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import parse_toml, user_directory
 from paceline.core.options import flag
 from paceline.launch.launcher import LAUNCHER_NAMES
-from paceline.launch.options import JobOptions, option_names, own_flags
+from paceline.launch.options import JobOptions, option_names, option_types, options_type, own_flags
 
 _TYPED = ("task", "set", "run_dir", "resume", "on", "nproc", "nodes")
 """What a run is: no file may decide it for a command that does not name it."""
@@ -61,6 +61,8 @@ class FileDefaults:
 
     def job_options(self, flags: Any) -> JobOptions:
         """Return the options of a job, with those of the command line in place of the defaults."""
+        for name, default in self.tables.get("job", {}).items():
+            _check_type(name, default, JobOptions)
         return JobOptions(**{**self.values("job"), **explicit_options(flags)})
 
     def launcher_options(self, launcher: str, flags: Any) -> dict[str, Any]:
@@ -75,6 +77,7 @@ class FileDefaults:
                     f"{default.file}: {flag(name)} is not an option of --on {launcher}, which takes: "
                     f"{own_flags(launcher)}."
                 )
+            _check_type(name, default, options_type(launcher))
         return {**self.values(launcher), **explicit_options(flags)}
 
     def print_used(self, table: str, options: Mapping[str, Any]) -> None:
@@ -82,6 +85,17 @@ class FileDefaults:
         for name, default in self.tables.get(table, {}).items():
             if options.get(name) == default.value:
                 print(f"# {flag(name)} {_as_word(default.value)}: {default.file}")
+
+
+def _check_type(name: str, default: FileDefault, owner: type | None) -> None:
+    import msgspec
+
+    assert owner is not None, "which has the option"
+    try:
+        msgspec.convert(default.value, option_types(owner)[name])
+    except msgspec.ValidationError as error:
+        example = ', such as ["a", "b"]' if "array" in str(error) else ""
+        raise ConfigError(f"{default.file}: {name} = {default.value!r}: {str(error).lower()}{example}.") from error
 
 
 def read_defaults(task: str | None = None) -> FileDefaults:
