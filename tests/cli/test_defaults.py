@@ -150,7 +150,11 @@ def test_a_mistake_is_said_with_its_file(
 ) -> None:
     write(**{file: text})
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=re.escape(message)):
+
+    def read() -> None:
         defaults = read_defaults("project/task.py:Ones")
         defaults.launcher_options("slurm", None)
         defaults.job_options(None)
+
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read()

@@ -189,6 +189,8 @@ def open_package(
         PackageError: it does not exist, or does not verify; names the file and the error.
     """
     path = Path(location)
+    if os.path.isfile(path / "run.toml"):
+        raise PackageError(f"{path} is a run. Export it first: paceline export {path} --name NAME")
     if not is_path(location):
         registry = registry or Registry.of_user()
         digest = registry.resolve(str(location))

@@ -147,6 +147,15 @@ def test_every_field_is_checked(package: Path, field: str, value: Any, message: 
         open_package(package)
 
 
+def test_a_run_is_to_be_exported_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    for location in (tmp_path / "run", "run"):  # a path, and what could be a name
+        with pytest.raises(PackageError, match=r"run is a run\. Export it first: paceline export "):
+            open_package(location)
+
+
 def test_a_field_that_is_missing_is_named(package: Path) -> None:
     document = json.loads((package / MANIFEST).read_bytes())
     for field in document:
