@@ -11,7 +11,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 from paceline.core.errors import CheckpointError
 from paceline.core.files import look_anew, write_atomically
 from paceline.runs.checkpoint_manifest import (
+    Buffer,
     FileRecord,
     canonical_json,
     parse_json,
@@ -69,21 +70,34 @@ class Writers:
     def _note(self, number: int) -> Path:
         return self.draft / f".{self._file(number)}.json"
 
-    def write(self, header: bytes, data: memoryview, shards: Mapping[str, TensorShard]) -> None:
+    def write(self, header: bytes, data: Iterable[Buffer], shards: Mapping[str, TensorShard]) -> None:
         """Write this process's file, and a note about it for number 0.
 
         Args:
-            header, data: of the file, as safetensors has them.
+            header, data: of the file, as safetensors has them; each buffer has whole tensors.
             shards: what it holds, by name.
 
         Raises:
             OSError: the disk is full or broken; number 0 finds that in the note.
         """
+        entries = json.loads(header[8:])
+        sizes = iter([stop - start for start, stop in (entry["data_offsets"] for entry in entries.values())])
+        hashes: list[str] = []
+
+        def hash_each() -> Iterator[Buffer]:
+            yield header
+            for content in data:
+                rest = memoryview(content)
+                while rest:
+                    size = next(sizes)
+                    hashes.append(hashlib.sha256(rest[:size]).hexdigest())
+                    rest = rest[size:]
+                yield content
+
         try:
-            record = write_file(self.draft / self.file, [header, data])
+            record = write_file(self.draft / self.file, hash_each())
             slices = {}
-            for name, entry in json.loads(header[8:]).items():
-                start, stop = entry["data_offsets"]
+            for (name, entry), sha256 in zip(entries.items(), hashes, strict=True):
                 shard = shards[name]
                 slices[name] = {
                     "dtype": entry["dtype"],
@@ -93,8 +107,8 @@ class Writers:
                             "file": self.file,
                             "offset": list(shard.offset),
                             "size": entry["shape"],
-                            "start": len(header) + start,
-                            "sha256": hashlib.sha256(data[start:stop]).hexdigest(),
+                            "start": len(header) + entry["data_offsets"][0],
+                            "sha256": sha256,
                         }
                     ],
                 }

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError
-from paceline.runs.checkpoint_manifest import parse_json
+from paceline.runs.checkpoint_manifest import Buffer, parse_json
 from paceline.torch_internals import foreach_copy_
 
 # --- Tensors in the safetensors format, with one copy between the model and the file ---
@@ -210,6 +210,14 @@ def _header(places: Mapping[str, _TensorReference], base: int) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def file_contents(tensors: Mapping[str, Tensor]) -> Iterator[Buffer]:
+    """Yield a file's header, and its tensors one by one, without a copy of those that are contiguous on the CPU."""
+    places = _arrange(tensors, 0)
+    yield _header(places, 0)
+    for name in places:
+        yield bytes_of(tensors[name])
 
 
 def read_tensors(content: bytes) -> dict[str, Tensor]:

@@ -6,11 +6,12 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,7 +26,7 @@ from paceline.runs.checkpoint_manifest import (
     temporary_directory,
 )
 from paceline.runs.checkpoint_shards import FORMAT, TABLE, Writers, is_shard_file, stored_tensors
-from paceline.runs.checkpoint_state import Snapshot, TensorShard, flatten, read_tensors, unflatten
+from paceline.runs.checkpoint_state import Snapshot, TensorShard, file_contents, flatten, read_tensors, unflatten
 from paceline.runs.checkpoint_store import (
     commit,
     prune,
@@ -46,21 +47,38 @@ class Checkpoint(NamedTuple):
     state: dict[str, Any]
 
 
+_COPIED_BYTES = 128 * 2**20
+"""Tensors of at most so many bytes are copied in any case, so that training does not wait for their writing."""
+
+
 @dataclass(frozen=True)
 class _Save:
-    """A snapshot of a state, and its description."""
+    """A state to write, and its description.
+
+    Attributes:
+        snapshot: the files whose tensors are copied.
+        live: the tensors of the other files, which are written as they are; emptied once they are written.
+    """
 
     snapshot: Snapshot
+    live: dict[str, dict[str, Tensor]]
     skeletons: dict[str, Any]
     info: CheckpointInfo
     before_commit: Callable[[], None] | None
     writers: Writers | None = None
-    shards: Mapping[str, TensorShard] = field(default_factory=dict)
+    shards: dict[str, TensorShard] = field(default_factory=dict)
     draft: ExitStack = field(default_factory=ExitStack)
 
     @property
-    def is_best(self) -> bool:
-        return self.info.best_version == self.info.state_version
+    def can_be_repeated(self) -> bool:
+        """Whether it is a best model of which this process keeps all."""
+        return self.info.best_version == self.info.state_version and self.writers is None and not self.live
+
+    def contents(self) -> dict[str, Iterable[Buffer]]:
+        """Return what each file will hold."""
+        text = json.dumps(self.skeletons, indent=1, allow_nan=False).encode()
+        live = {file: file_contents(tensors) for file, tensors in self.live.items()}
+        return {**dict(self.snapshot.contents()), **live, _STATE: (text,)}
 
 
 class Checkpointer:
@@ -79,7 +97,7 @@ class Checkpointer:
         committed: the background thread calls it with each checkpoint that is on disk.
 
     An error of the background thread is raised once, by the next :meth:`save`, :meth:`wait`,
-    :meth:`poll` or :meth:`close`. The snapshot's buffer, the size of the state, is kept between
+    :meth:`poll` or :meth:`close`. The snapshot's buffer, the size of what is copied, is kept between
     saves. Not thread-safe.
     """
 
@@ -98,6 +116,8 @@ class Checkpointer:
         self._last: _Save | None = None
         self._deferred: _Save | None = None
         self._draft = ExitStack()
+        self._tensors_read = Event()
+        self._tensors_read.set()
 
     def open_draft(self) -> Path:
         """Create the directory of the next save, in which several processes write.
@@ -119,14 +139,19 @@ class Checkpointer:
         *,
         before_commit: Callable[[], None] | None = None,
         writers: Writers | None = None,
+        copies: bool = True,
     ) -> None:
-        """Copy ``state`` and write it in the background; first wait for an earlier save to end.
+        """Write ``state`` in the background; first wait for an earlier save to end.
+
+        It is copied before, but for large shards on the CPU, which are written as they are, and must not change until
+        :meth:`wait_for_tensors` returns.
 
         Args:
             state: part name (an identifier) -> nested state, as :func:`flatten` takes it. Each
                 part's tensors go into a file of its own, ``model.safetensors`` and so on.
             before_commit: called by the writer's thread just before the manifest is written.
             writers: this process writes its shards, in the draft of number 0, which alone writes the rest.
+            copies: False: the caller calls :meth:`wait` before the state changes, so large ones need no copy.
 
         Raises:
             CheckpointWriteError: an earlier save failed.
@@ -134,8 +159,15 @@ class Checkpointer:
         """
         with self._measure_stall():
             self._await_pending()
-            self._last = save = self._capture(state, info, before_commit, writers)
+            self._last = save = self._capture(state, info, before_commit, writers, copies=copies)
+            if save.live:
+                self._tensors_read.clear()
             self._pending = self._writer.submit(self._write, save)
+
+    def wait_for_tensors(self) -> None:
+        """Wait until no save reads the tensors that it was given; its errors come later."""
+        with self._measure_stall():
+            self._tensors_read.wait()
 
     def keep_in_memory(self, state: Mapping[str, Any], info: CheckpointInfo) -> None:
         """Copy the best model's ``state`` into memory, without writing it.
@@ -210,6 +242,8 @@ class Checkpointer:
         info: CheckpointInfo,
         before_commit: Callable[[], None] | None,
         writers: Writers | None = None,
+        *,
+        copies: bool = True,
     ) -> _Save:
         skeletons: dict[str, Any] = {}
         shards: dict[str, TensorShard] = {}
@@ -231,8 +265,12 @@ class Checkpointer:
             self._deferred = None  # there is a better one
         if self._deferred is not None and self._deferred.snapshot is self._snapshot:
             self._snapshot = Snapshot()
-        self._snapshot.capture(files)
-        return _Save(self._snapshot, skeletons, info, before_commit, writers, shards, self._draft.pop_all())
+        of_shards = {name: tensors for name, tensors in files.items() if writers is not None and name == writers.file}
+        live = of_shards if copies else files
+        if not _is_large([tensor for tensors in live.values() for tensor in tensors.values()]):
+            live = {}
+        self._snapshot.capture({name: tensors for name, tensors in files.items() if name not in live})
+        return _Save(self._snapshot, live, skeletons, info, before_commit, writers, shards, self._draft.pop_all())
 
     def _await_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -249,14 +287,14 @@ class Checkpointer:
 
     def _write(self, save: _Save | None) -> None:
         """Write ``save``, then the deferred one; runs in the writer's thread."""
-        remove_stale(self.directory)
         try:
+            remove_stale(self.directory)
             if save is not None:
                 self._commit(save)
             if self._deferred is not None:
                 self._commit(self._deferred)
         except CheckpointWriteError:
-            if save is not None and save.is_best and save.writers is None:
+            if save is not None and save.can_be_repeated:
                 self._deferred = save
             raise
         except BaseException:
@@ -265,23 +303,29 @@ class Checkpointer:
         finally:
             if save is not None:
                 save.draft.close()
+                save.live.clear()
+                save.shards.clear()
+            self._tensors_read.set()
         self._deferred = None
 
+    def _note_end(self, contents: Iterable[Buffer]) -> Iterator[Buffer]:
+        """Yield a file's contents; note that they are read, before the disk has all of them."""
+        yield from contents
+        self._tensors_read.set()
+
     def _commit(self, save: _Save) -> None:
-        text = json.dumps(save.skeletons, indent=1, allow_nan=False).encode()
-        contents: dict[str, tuple[Buffer, ...]] = {**dict(save.snapshot.contents()), _STATE: (text,)}
+        contents = save.contents()
         if (writers := save.writers) is None:
             path = commit(self.directory, save.info, contents.items(), save.before_commit)
         else:
-            header, data = dict(save.snapshot.contents())[writers.file]
             try:
-                writers.write(header, data, save.shards)
+                own = iter(contents.pop(writers.file))
+                writers.write(bytes(next(own)), self._note_end(own), save.shards)
             except OSError as error:
                 if writers.number:  # which tells number 0
                     raise CheckpointWriteError(f"cannot write {writers.file}: {error}.") from error
             if writers.number:
                 return
-            del contents[writers.file]
             path = commit(
                 self.directory,
                 save.info,
@@ -297,6 +341,11 @@ class Checkpointer:
             prune(self.directory, self.keep, path)
         except CheckpointError as error:
             _log.warning("%s", error)  # the save itself succeeded
+
+
+def _is_large(tensors: Collection[Tensor]) -> bool:
+    """Return whether a process should not hold these tensors twice: those of a GPU go through its memory anyway."""
+    return all(tensor.is_cpu for tensor in tensors) and sum(tensor.nbytes for tensor in tensors) > _COPIED_BYTES
 
 
 def load(path: Path, *, whole: bool = True) -> Checkpoint:

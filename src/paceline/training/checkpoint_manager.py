@@ -256,38 +256,65 @@ class CheckpointManager:
         Raises:
             CheckpointError: the state cannot be saved, or the last one could not be.
         """
-        if self._writer is not None:
-            self._save_shards(state, progress, last=last)
-        elif self._ledger is None:
-            if self._copies and progress.best_version == progress.version:
+        is_best = progress.best_version == progress.version
+        if self._writer is None and self._ledger is None:  # rank 0 saves the whole state
+            if self._copies and is_best:
                 self._checkpointer.keep_in_memory(state, self._info(progress))
-        elif last:
-            self._save_last(state, progress)
         else:
-            self._wait_for_previous(progress)
-            if progress.version != self._saved_version:
-                self._warn_on_failure(partial(self._start, state, progress), progress)
+            # No rank keeps a best model's shards for a later try.
+            self._try_to_save(state, progress, waits=last or (self._writer is not None and is_best), last=last)
         self._saved_at = time.monotonic()
 
-    def _save_shards(self, state: Mapping[str, Any], progress: TrainProgress, *, last: bool) -> None:
-        """Save with the other ranks; a best model, which no rank could save again later, as the last state."""
-        waits = last or progress.best_version == progress.version
+    def _try_to_save(self, state: Mapping[str, Any], progress: TrainProgress, *, waits: bool, last: bool) -> None:
+        """Begin a save; if it ``waits``, end it, and try again for a while if it fails."""
+        attempt = self._try_whole if self._writer is None else self._try_shards
         for delay_s in (*LAST_TRIES_S, None) if waits else (None,):
-            problem = self._try_shards(state, progress, waits=waits)
+            problem = attempt(state, progress, waits=waits)
             if problem is None:
                 return
             if self._world.rank == 0:
-                self._saved_version = None
-                again = "Trying again." if delay_s is not None else f"The next try is {self._next_try(progress)}."
-                _log.warning("%s Training continues. %s", problem, again)
-                self._run.directory.append_event("checkpoint failed", step=progress.step, error=problem)
+                self._fail(problem, progress, delay_s, last=last)
             if delay_s is not None:
                 time.sleep(delay_s)
         if last:
+            found = newest_verified(self._run.directory.checkpoints)
+            kept = "no checkpoint of this run is on disk"
+            if found.path is not None and found.manifest is not None:
+                kept = f"the newest checkpoint kept is {found.path.name}, after step {found.manifest.info.step}"
             raise CheckpointError(
-                f"{problem} This was the last save, tried {len(LAST_TRIES_S) + 1} times. "
+                f"{problem} This was the last save, tried {len(LAST_TRIES_S) + 1} times; {kept}. "
                 f"Then continue with: paceline resume {self._run.directory.path}"
             )
+
+    def _fail(self, problem: str, progress: TrainProgress, delay_s: float | None, *, last: bool) -> None:
+        """Report a save that failed; the next one due, or the next try, repeats it."""
+        self._saved_version = None
+        if delay_s is not None:
+            _log.warning("%s Trying again in %g s.", problem, delay_s)
+        elif not last:
+            _log.warning("%s Training continues; the next try is %s.", problem, self._next_try(progress))
+        self._run.directory.append_event("checkpoint failed", step=progress.step, error=problem)
+
+    def _try_whole(self, state: Mapping[str, Any], progress: TrainProgress, *, waits: bool) -> str | None:
+        """Begin a save of the whole state, and end it if it ``waits``; return why it failed."""
+        self._wait_for_previous(progress)
+        try:
+            if progress.version != self._saved_version:
+                self._saved_version = progress.version  # before the save, because a failure resets it
+                before_commit = self._before_commit(progress.version)
+                self._checkpointer.save(state, self._info(progress), before_commit=before_commit, copies=not waits)
+            if waits:
+                self._end_save()
+        except (CheckpointWriteError, RunDirectoryWriteError) as error:
+            return str(error)
+        return None
+
+    def _end_save(self) -> None:
+        """Return when the save, the ledger, and a best model whose save failed before, are on disk."""
+        self._checkpointer.wait()
+        if self._ledger is not None:
+            self._ledger.flush(sync=True)
+        self._checkpointer.flush_pending()
 
     def _try_shards(self, state: Mapping[str, Any], progress: TrainProgress, *, waits: bool) -> str | None:
         """Begin a save with the other ranks, and end it if it ``waits``; return why it failed, the same on all."""
@@ -308,12 +335,12 @@ class CheckpointManager:
             writers = Writers(number, count, self._run.directory.checkpoints / Path(draft).name, self._parted)
             before_commit = None if self._world.rank else self._before_commit(progress.version)
             self._saved_version = progress.version
-            self._checkpointer.save(state, self._info(progress), before_commit=before_commit, writers=writers)
+            self._checkpointer.save(
+                *(state, self._info(progress)), before_commit=before_commit, writers=writers, copies=not waits
+            )
         if waits and problem is None:
             try:
-                self._checkpointer.wait()
-                if self._ledger is not None:
-                    self._ledger.flush(sync=True)
+                self._end_save()
             except (CheckpointWriteError, RunDirectoryWriteError) as error:
                 problem = str(error)
             problem = self._world.broadcast_object(problem)
@@ -321,9 +348,9 @@ class CheckpointManager:
 
     def _wait_for_previous(self, progress: TrainProgress) -> None:
         """Wait for a save that is still being written: each one that is due is made, with one copy of the state."""
-        before = self.stall_s
+        before, is_another = self.stall_s, progress.version != self._saved_version
         self._warn_on_failure(self._checkpointer.wait, progress)
-        if (waited_s := self.stall_s - before) >= _LONG_WAIT_S and not self._told_of_wait:
+        if is_another and (waited_s := self.stall_s - before) >= _LONG_WAIT_S and not self._told_of_wait:
             self._told_of_wait = True
             _log.warning(
                 "the save after step %d waited %.1f s, until the one before was written: the disk needs longer than "
@@ -332,15 +359,6 @@ class CheckpointManager:
                 waited_s,
             )
 
-    def _start(self, state: Mapping[str, Any], progress: TrainProgress) -> None:
-        # In this order, because a failure resets it.
-        self._saved_version = progress.version
-        self._checkpointer.save(
-            state,
-            self._info(progress),
-            before_commit=self._before_commit(progress.version),
-        )
-
     def _warn_on_failure(self, call: Callable[[], None], progress: TrainProgress) -> None:
         """Call; if this or an earlier save failed, warn, and let the next due save retry."""
         try:
@@ -348,9 +366,7 @@ class CheckpointManager:
         except SupersededError:
             self._saved_version = None
         except CheckpointWriteError as error:
-            self._saved_version = None
-            _log.warning("%s Training continues; the next try is %s.", error, self._next_try(progress))
-            self._run.directory.append_event("checkpoint failed", step=progress.step, error=str(error))
+            self._fail(str(error), progress, None, last=False)
 
     def _next_try(self, progress: TrainProgress) -> str:
         tries = [
@@ -361,37 +377,6 @@ class CheckpointManager:
         tries += ["at an epoch's end" for every in self._every if every.epochs is not None]
         tries += [f"in {every.seconds:g} s" for every in self._every if every.seconds is not None]
         return " or ".join(dict.fromkeys(tries)) or "at the end of the run"
-
-    def _save_last(self, state: Mapping[str, Any], progress: TrainProgress) -> None:
-        self._warn_on_failure(self._checkpointer.wait, progress)
-
-        def write() -> None:
-            assert self._ledger is not None
-            if progress.version != self._saved_version:
-                self._start(state, progress)
-            self._checkpointer.wait()
-            self._ledger.flush(sync=True)
-            self._checkpointer.flush_pending()
-
-        def noted() -> None:
-            try:
-                write()
-            except (CheckpointWriteError, RunDirectoryWriteError) as error:
-                self._saved_version = None
-                self._run.directory.append_event("checkpoint failed", step=progress.step, error=str(error))
-                raise
-
-        try:
-            retry(noted)
-        except (CheckpointWriteError, RunDirectoryWriteError) as error:
-            found = newest_verified(self._run.directory.checkpoints)
-            kept = "no checkpoint of this run is on disk"
-            if found.path is not None and found.manifest is not None:
-                kept = f"the newest checkpoint kept is {found.path.name}, after step {found.manifest.info.step}"
-            raise CheckpointError(
-                f"{error} This was the last save, tried {len(LAST_TRIES_S) + 1} times; {kept}. "
-                f"Then continue with: paceline resume {self._run.directory.path}"
-            ) from error
 
     def _before_commit(self, version: int) -> Callable[[], None]:
         """Return what to run before a commit: a checkpoint counts only with the ledger of all its steps on disk."""

@@ -10,6 +10,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import DataError
@@ -23,6 +24,7 @@ from paceline.parallel.strategy import ParameterLayout, Replicated
 from paceline.parallel.world import ParallelDims, World
 from paceline.parallel.wrap_units import checkpoint_activations
 from paceline.runs.checkpoint_state import model_sha256
+from paceline.torch_internals import tree_leaves
 from paceline.training.checkpoint_manager import RECENT_STEPS
 from paceline.training.optim import require_equal_groups
 from paceline.training.reproducibility import release_cublas_workspace, seed_model
@@ -54,6 +56,7 @@ class StateManager:
 
     Args:
         loader: reads the training data; its positions belong to the state.
+        await_readers: waits until no other thread reads the state, which then may change.
 
     Attributes:
         condition: which of these it is.
@@ -63,9 +66,10 @@ class StateManager:
         UserError: the task's model or optimizers cannot be built.
     """
 
-    def __init__(self, run: RunContext, loader: Loader) -> None:
+    def __init__(self, run: RunContext, loader: Loader, await_readers: Callable[[], None] = lambda: None) -> None:
         self._run = run
         self.loader = loader
+        self.await_readers = await_readers
         self.condition = StateCondition.ABSENT
         self.recent: deque[LedgerEntry] = deque(maxlen=RECENT_STEPS)
         self._layout: ParameterLayout = Replicated()
@@ -138,6 +142,7 @@ class StateManager:
 
     def invalidate(self) -> None:
         """Mark the state as invalid, until :meth:`mutating` ends."""
+        self.await_readers()
         self.condition = StateCondition.INVALID
 
     @contextmanager
@@ -147,6 +152,13 @@ class StateManager:
         yield
         self.condition = StateCondition.VALID
         self._copy = None
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Mark the state as valid within the context, and after an error: it is still that before the step."""
+        self.condition = StateCondition.VALID
+        yield
+        self.invalidate()
 
     def begin(self, mesh: ParallelDims, weights: Mapping[str, Tensor] | None = None) -> None:
         """Begin a new run; all ranks call this together.
@@ -315,6 +327,14 @@ class StateManager:
         """Copy the state before a step that updates it more than once; :meth:`undo_step` returns to it."""
         self._copy = deepcopy(self.state.state_dict())
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether the state differs from the copy, if there is one."""
+        if self._copy is None:
+            return False
+        before, now = tree_leaves(self._copy), tree_leaves(self.state.state_dict())
+        return len(before) != len(now) or not all(map(_are_equal, before, now))
+
     def undo_step(self) -> None:
         """Return to the state before an unfinished step, if there is a copy of it."""
         copy, self._copy = self._copy, None
@@ -356,6 +376,10 @@ class StateManager:
                     furthest[microbatch] = position
         self.loader.add_positions(furthest)
         return furthest
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else bool(one == other)
 
 
 # --- A trial of the task, before its model is laid out on the ranks ---

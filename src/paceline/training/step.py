@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -303,6 +304,7 @@ class SyncStep:
     def _begin_callbacks(self, progress: TrainProgress) -> None:
         callback = self._states.state.callback
         if type(callback) is not Callback:
+            self._states.await_readers()
             seed_step(self._run.config.training.seed, progress.step)
         if progress.step_in_epoch == 0:
             callback.on_epoch_begin(progress.epoch)
@@ -379,24 +381,24 @@ class ComposedStep(SyncStep, TrainStep):
     """A step of passes and updates, which a task's ``train_step`` or a script's own loop puts together.
 
     Attributes:
-        updated_before_pass: whether an update came before a pass, so that a pass that fails leaves half a step.
+        changed_before_pass: whether the state changed before a pass, so that a pass that fails leaves half a step.
 
     Args:
-        keeps_copy: copy the state first if ranks may be lost: a pass may fail after an update.
+        keeps_copy: copy the state first if ranks may be lost: a pass may fail after a change.
     """
 
     def __init__(self, run: RunContext, states: StateManager, group: GroupContext, *, keeps_copy: bool) -> None:
         super().__init__(run, states, group)
         if keeps_copy and group.can_lose_ranks:
             states.keep_copy()
-        states.invalidate()
+        states.invalidate()  # the task's code may change it
         progress, data = states.state.progress, run.data
         self.module = states.state.module
         self.optimizers = states.state.optimizers
         self.step = progress.step
         self.epoch = None if data.epochs is None else progress.epoch
         self.progress = None if data.total_steps is None else self.step / data.total_steps
-        self.updated_before_pass = False
+        self.changed_before_pass = False
         self.logged: dict[str, float] = {}
         self._passes = 0
         self._updates = 0
@@ -437,7 +439,7 @@ class ComposedStep(SyncStep, TrainStep):
                 f"--strategy {', '.join(self._run.config.strategies)} shards the model, so all ranks must call it "
                 "together, and step.backward_over_batch does not. Use --strategy ddp or zero1."
             )
-        with deterministic_kernels(self._run.config, self._run.device):
+        with self._in_pass(), deterministic_kernels(self._run.config, self._run.device):
             embedded = self._embed(strategy, embed)
             indices, sizes, rows = _gather_rows(self._group.world, embedded)
             value, gradient = self._loss_over_batch(rows, loss)
@@ -468,13 +470,18 @@ class ComposedStep(SyncStep, TrainStep):
         self.logged |= values
 
     def _run_pass(self, loss: Callable[[nn.Module, MicroBatch], LossResult]) -> float:
-        self.updated_before_pass |= self._updates > 0
-        sums = self._reduce(Pass(loss, self._passes))
+        with self._in_pass():
+            sums = self._reduce(Pass(loss, self._passes))
         self._sums = self._sums or sums
         self._passes += 1
         self._loss = sums.loss
         self.align_random_numbers()
         return sums.loss
+
+    def _in_pass(self) -> AbstractContextManager[None]:
+        """A rank may be lost in the pass: if nothing has changed the state before, it stays valid."""
+        self.changed_before_pass = self.changed_before_pass or self._updates > 0 or self._states.has_changed
+        return nullcontext() if self.changed_before_pass else self._states.unchanged()
 
     def align_random_numbers(self) -> None:
         """Let all ranks draw the same numbers from here on, after each has drawn for its own micro-batches."""

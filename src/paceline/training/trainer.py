@@ -60,8 +60,8 @@ class SyncEngine(Engine):
             with self._states.mutating():
                 sums = step.commit()
             if isinstance(step, ComposedStep):
-                # A copy is of use only if the step can fail after an update; steps of a task are alike.
-                self._keeps_copies = step.updated_before_pass
+                # A copy is of use only if a pass can fail after a change; steps of a task are alike.
+                self._keeps_copies = step.changed_before_pass
             if self._run.schedule.sync_schedule.is_sync_step(progress):
                 break
             group.on_step_end()
@@ -119,9 +119,9 @@ class Trainer:
                 stack.callback(hook.close)
                 hook.validate()
             loader = stack.enter_context(closing(run.build_loader()))
-            self.states = stack.enter_context(closing(StateManager(run, loader)))
-            self.code = stack.enter_context(closing(CodeRecorder()))
             self.checkpointer = stack.enter_context(open_checkpointer(run))
+            self.states = stack.enter_context(closing(StateManager(run, loader, self.checkpointer.wait_for_tensors)))
+            self.code = stack.enter_context(closing(CodeRecorder()))
             engine.validate(run, self.states)
             self._resources = stack.pop_all()
 

@@ -1,4 +1,4 @@
-"""A rank that is lost between the updates of one step: the others undo half a step, in memory, and go on."""
+"""A rank that is lost in a step of a task's own: the others undo what they did of it, in memory, and go on."""
 
 from __future__ import annotations
 
@@ -64,9 +64,35 @@ class Autoencoder(paceline.Task):
         return loss
 
 
-def test_half_a_step_is_undone(run_processes: Any, tmp_path: Path) -> None:
+class OnePass(Autoencoder):
+    """Nothing changes before the pass in which the rank is lost, so nothing has to be undone."""
+
+    def train_step(self, step: paceline.TrainStep) -> float:
+        loss = step.backward(self.last_loss)
+        step.update()
+        return loss
+
+
+class Sharpness(Autoencoder):
+    """The task changes the parameters itself before the pass in which the rank is lost (SAM)."""
+
+    def train_step(self, step: paceline.TrainStep) -> float:
+        step.backward(self.loss)
+        parameters = list(step.module.parameters())
+        away = [0.1 * parameter.grad for parameter in parameters if parameter.grad is not None]
+        with torch.no_grad():
+            torch._foreach_add_(parameters, away)
+        loss = step.backward(self.last_loss)
+        with torch.no_grad():
+            torch._foreach_sub_(parameters, away)
+        step.update()
+        return loss
+
+
+@pytest.mark.parametrize("task", ["Autoencoder", "OnePass", "Sharpness"])
+def test_the_others_continue_from_memory(run_processes: Any, tmp_path: Path, task: str) -> None:
     def train(run: str, *options: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        words = [f"{__file__}:Autoencoder", "--threads", "1", "--run-dir", run, "--checkpoint-every", "2steps"]
+        words = [f"{__file__}:{task}", "--threads", "1", "--run-dir", run, "--checkpoint-every", "2steps"]
         done = run_processes.run([sys.executable, "-m", "paceline", "train", *words, "--json", "--quiet", *options])
         assert done.returncode == 0, done.stderr
         events = (tmp_path / run / "events.jsonl").read_text().splitlines()

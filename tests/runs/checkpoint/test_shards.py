@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
@@ -13,9 +14,10 @@ import torch
 
 from paceline.core.errors import CheckpointError, CheckpointWriteError
 from paceline.runs import checkpoint_shards
+from paceline.runs import checkpointer as checkpointer_module
 from paceline.runs.checkpoint_manifest import CheckpointInfo, problems, read_manifest
 from paceline.runs.checkpoint_shards import FORMAT, StoredTensor, Writers
-from paceline.runs.checkpoint_state import TensorShard
+from paceline.runs.checkpoint_state import Snapshot, TensorShard
 from paceline.runs.checkpoint_store import newest_verified, scan
 from paceline.runs.checkpointer import Checkpointer, load
 
@@ -48,11 +50,13 @@ def checkpointers(tmp_path: Path) -> Iterator[list[Checkpointer]]:
         yield [stack.enter_context(closing(Checkpointer(tmp_path, keep=2))) for _ in range(4)]
 
 
-def begin(checkpointers: list[Checkpointer], parted: threading.Event, numbers: range, count: int = 4) -> None:
+def begin(
+    checkpointers: list[Checkpointer], parted: threading.Event, numbers: range, count: int = 4, **options: Any
+) -> None:
     draft = checkpointers[0].open_draft()
     for number in numbers:
         writers = Writers(number, count, draft, parted)
-        checkpointers[number].save(state_of(number, count), INFO, writers=writers)
+        checkpointers[number].save(state_of(number, count), INFO, writers=writers, **options)
 
 
 def test_shards_are_one_checkpoint_read_whole_or_in_parts(tmp_path: Path, checkpointers: list[Checkpointer]) -> None:
@@ -124,3 +128,82 @@ def test_a_full_disk_of_one_process_is_the_failure_of_all(
         with suppress(CheckpointWriteError):  # number 0 gave the draft up before it could write
             checkpointers[number].wait()
     assert scan(tmp_path) == []
+
+
+def captured_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each save adds the bytes that it copies."""
+    found: list[int] = []
+    capture = Snapshot.capture
+
+    def counted(self: Snapshot, files: Any) -> None:
+        found.append(sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values()))
+        capture(self, files)
+
+    monkeypatch.setattr(Snapshot, "capture", counted)
+    return found
+
+
+def test_large_shards_are_written_without_a_copy_and_may_change_before_the_disk_has_them(
+    tmp_path: Path, checkpointers: list[Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointer_module, "_COPIED_BYTES", 16)
+    copied, may_write, may_sync = captured_bytes(monkeypatch), threading.Event(), threading.Event()
+    write_file, fsync = checkpoint_shards.write_file, os.fsync
+
+    def write(path: Path, buffers: Any) -> Any:
+        may_write.wait()
+        return write_file(path, buffers)
+
+    def sync(file: int) -> None:
+        may_sync.wait()
+        fsync(file)
+
+    monkeypatch.setattr(checkpoint_shards, "write_file", write)
+    monkeypatch.setattr(os, "fsync", sync)
+    draft = checkpointers[0].open_draft()
+    state = state_of(0, 1)
+    state["model"]["weight"] = state["model"]["tied"] = shard(WHOLE["weight"].clone(), 0, 1)
+    checkpointers[0].save(state, INFO, writers=Writers(0, 1, draft, threading.Event()))
+    assert copied == [PLAIN.nbytes]
+    waits = threading.Thread(target=checkpointers[0].wait_for_tensors)
+    waits.start()
+    assert waits.is_alive()  # nothing of them is written yet
+    may_write.set()
+    waits.join()
+    state["model"]["weight"].part.zero_()
+    assert scan(tmp_path) == []
+    may_sync.set()
+    checkpointers[0].wait()
+    (path,) = scan(tmp_path)
+    assert problems(path) == []
+    assert torch.equal(load(path).state["model"]["weight"], WHOLE["weight"])
+
+
+def test_a_save_for_which_the_caller_waits_copies_nothing(
+    tmp_path: Path, checkpointers: list[Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointer_module, "_COPIED_BYTES", 16)
+    copied = captured_bytes(monkeypatch)
+    begin(checkpointers, threading.Event(), range(4), copies=False)
+    for checkpointer in checkpointers:
+        checkpointer.wait()
+    assert copied == [0] * 4
+    (path,) = scan(tmp_path)
+    for name, tensor in {**WHOLE, "plain": PLAIN}.items():
+        assert torch.equal(load(path).state["model"][name], tensor)
+
+
+def test_tensors_may_change_after_a_write_that_failed(
+    checkpointers: list[Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointer_module, "_COPIED_BYTES", 0)
+
+    def fails(path: Path, buffers: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_shards, "write_file", fails)
+    begin(checkpointers, threading.Event(), range(4))
+    for checkpointer in checkpointers:
+        checkpointer.wait_for_tensors()
+        with suppress(CheckpointWriteError):
+            checkpointer.wait()
