@@ -21,11 +21,7 @@ from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.options import FsdpOptions
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reduction_tree import ReductionPlan
-from paceline.parallel.sharded_state import (
-    clip_gradients,
-    gather_full,
-    require_no_hook,
-)
+from paceline.parallel.sharded_state import clip_gradients, gather_full, require_no_hook
 from paceline.parallel.strategy import AMP_DTYPES, MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims, World
 from paceline.parallel.wrap_units import exclude_tied, model_blocks, wrap_units
@@ -242,10 +238,7 @@ class FullyShard:
         self._mesh.world.broadcast_module(module)
         assert self._mesh.device_mesh is not None
         reshard = {"auto": None, "always": True, "never": False}[config[FsdpOptions].fsdp_reshard]
-        options: dict[str, Any] = {
-            "mesh": self._mesh.device_mesh["fsdp"],
-            "reshard_after_forward": reshard,
-        }
+        options: dict[str, Any] = {"mesh": self._mesh.device_mesh["fsdp"], "reshard_after_forward": reshard}
         if config[FsdpOptions].fsdp_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         for unit in [*self._units(module), module]:

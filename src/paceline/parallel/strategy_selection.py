@@ -21,13 +21,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.plugins import import_object, load
 from paceline.core.task import Task
 from paceline.parallel.options import PipelineOptions, TensorOptions
-from paceline.parallel.strategy import (
-    ComposedLayout,
-    ExampleBatchProvider,
-    ParameterLayout,
-    Strategy,
-    StrategyOptions,
-)
+from paceline.parallel.strategy import ComposedLayout, ExampleBatchProvider, ParameterLayout, Strategy, StrategyOptions
 from paceline.parallel.world import ParallelDims
 
 T = TypeVar("T")
@@ -68,8 +62,7 @@ def build_layout(
         micro_batches = config.microbatches // mesh.data.world_size
         layouts.append(
             PipelineLayout(
-                *(mesh, options.pp_schedule, options.pp_split, micro_batches, example_batch),
-                splitting=tensor_parallel,
+                *(mesh, options.pp_schedule, options.pp_split, micro_batches, example_batch), splitting=tensor_parallel
             )
         )
     elif tensor_parallel is not None:

@@ -16,14 +16,7 @@ from paceline.core.files import check_location, is_address
 from paceline.core.owned_names import own_prefix
 from paceline.core.plugins import import_object
 from paceline.runs.checkpoint_manifest import CheckpointInfo
-from paceline.runs.checkpoint_store import (
-    copy,
-    find_version,
-    holds_version,
-    newest_verified,
-    prune,
-    remove_stale,
-)
+from paceline.runs.checkpoint_store import copy, find_version, holds_version, newest_verified, prune, remove_stale
 from paceline.runs.directory import RunDirectory, backup_path
 
 

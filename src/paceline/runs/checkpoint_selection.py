@@ -6,12 +6,7 @@ import logging
 from pathlib import Path
 
 from paceline.core.errors import CheckpointError, ConfigError
-from paceline.runs.checkpoint_store import (
-    find_version,
-    newest_verified,
-    parse_name,
-    scan,
-)
+from paceline.runs.checkpoint_store import find_version, newest_verified, parse_name, scan
 
 _MOST_STEPS = 5
 _log = logging.getLogger(__name__)

@@ -27,11 +27,7 @@ from paceline.runs.checkpoint_manifest import (
 )
 from paceline.runs.checkpoint_shards import FORMAT, TABLE, Writers, is_shard_file, stored_tensors
 from paceline.runs.checkpoint_state import Snapshot, TensorShard, file_contents, flatten, read_tensors, unflatten
-from paceline.runs.checkpoint_store import (
-    commit,
-    prune,
-    remove_stale,
-)
+from paceline.runs.checkpoint_store import commit, prune, remove_stale
 
 _log = logging.getLogger(__name__)
 

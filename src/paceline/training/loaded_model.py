@@ -93,12 +93,7 @@ class EvaluableModel:
         return self.run.build_evaluator(split)
 
     def evaluate(
-        self,
-        evaluator: Evaluator,
-        split: str,
-        observe: Observe | None = None,
-        *,
-        module: nn.Module | None = None,
+        self, evaluator: Evaluator, split: str, observe: Observe | None = None, *, module: nn.Module | None = None
     ) -> dict[str, float]:
         """Compute the metrics of a split, by name, as the run itself would record them.
 
@@ -198,9 +193,7 @@ def load_evaluable_model(
     ):
         config = RunConfig(run_dir=str(directory.path), device=device, task=task)
         request = RunRequest(
-            worker_config=WorkerConfig(config=config, quiet=True),
-            task=None,
-            default_threads=default_threads(alone),
+            worker_config=WorkerConfig(config=config, quiet=True), task=None, default_threads=default_threads(alone)
         )
         run, _ = setup_run(request, manifest, directory, StopSignals(), device=world.device, world_size=1, processes=1)
         seed_model(run.config.training.seed)

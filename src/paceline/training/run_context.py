@@ -24,13 +24,7 @@ from paceline.data.samples import Loader
 from paceline.data.stream import ShardedStream, StreamLoader, as_stream
 from paceline.data.train_val_split import Split, TrainValSplit, split_train_val
 from paceline.parallel.options import PipelineOptions
-from paceline.parallel.strategy import (
-    AMP_DTYPES,
-    ExampleBatchProvider,
-    ParameterLayout,
-    Strategy,
-    StrategyOptions,
-)
+from paceline.parallel.strategy import AMP_DTYPES, ExampleBatchProvider, ParameterLayout, Strategy, StrategyOptions
 from paceline.parallel.strategy_selection import build_layout, build_strategy
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.backup import BackupStore, open_backup

@@ -273,10 +273,6 @@ def _manifest(config: RunConfig, task: Task, data: DataSetup, device: torch.devi
             "steps_per_epoch": data.steps_per_epoch,
             "total_steps": data.total_steps,
         },
-        "versions": {
-            "paceline": __version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
+        "versions": {"paceline": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         "pins": numerics_fingerprint(config, device),
     }

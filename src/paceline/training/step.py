@@ -282,11 +282,7 @@ class SyncStep:
     """
 
     def __init__(
-        self,
-        run: RunContext,
-        states: StateManager,
-        group: GroupContext,
-        update: Callable[[bool], None] | None = None,
+        self, run: RunContext, states: StateManager, group: GroupContext, update: Callable[[bool], None] | None = None
     ) -> None:
         self._run = run
         self._states = states

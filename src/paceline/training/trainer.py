@@ -39,11 +39,7 @@ class SyncEngine(Engine):
     """
 
     def __init__(
-        self,
-        run: RunContext,
-        states: StateManager,
-        world: World,
-        update: Callable[[bool], None] | None = None,
+        self, run: RunContext, states: StateManager, world: World, update: Callable[[bool], None] | None = None
     ) -> None:
         super().__init__(run, states, world)
         self._update = update
