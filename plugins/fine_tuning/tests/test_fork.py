@@ -309,7 +309,7 @@ def test_what_a_killed_command_left_behind_is_no_part_of_the_fork(trained: Path,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("old", "--step", "7"), "no checkpoint of step 7. It has those of the steps 5, 10, 15, 20"),
+        (("old", "--step", "7"), "no checkpoint of step 7. The nearest: 5, 10, 15, 20"),
         (("old", "--run-dir", "old", "--step", "5"), "old exists already"),
         (("old",), "step 20 is the end of old, so a fork of it has no step to train. Choose an earlier checkpoint by"),
         (("old", "--step", "20"), "by --step: 5, 10, 15"),

@@ -89,7 +89,9 @@ COMMANDS: Mapping[str, CliCommand] = {
     "join": CliCommand(
         "Start", "paceline.cli.join:join", "Add this machine to a running job.", computes=True, trains=True
     ),
-    "scale": CliCommand("Start", "paceline.cli.scale:scale", "Change the number of processes of a running job."),
+    "scale": CliCommand(
+        "Start", "paceline_pages.scale_command:scale", "Change the number of processes of a running job."
+    ),
     "plan": CliCommand(
         "Start",
         "paceline_planning.command:plan",

@@ -62,21 +62,6 @@ class JobRecord:
                 add_record(dataclasses.replace(self, ended=dataclasses.asdict(status)))
         return status
 
-    def status_asked_anew(self) -> JobStatus:
-        """Return the job's status, but treat an end without an exit code as unknown: the system may not see the job.
-
-        Raises:
-            LaunchError: the system cannot be asked.
-        """
-        if self.ended is None or self.ended["exit_code"] is not None:
-            return self.status()
-        now = self.handle().status()
-        if now.ended or now.state == "unknown":
-            return self.status()
-        with suppress(ConfigError):
-            add_record(dataclasses.replace(self, ended=None))
-        return now
-
 
 def record_id(launcher: str, reference: Mapping[str, Any]) -> str:
     """Return ``LAUNCHER-NUMBER``, with a further number if an active job elsewhere has that id."""

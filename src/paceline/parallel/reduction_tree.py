@@ -129,17 +129,6 @@ class ReductionPlan:
         """Return the accumulation of each of a rank's ``present`` micro-batches, in that order."""
         return _accumulation(self.subtrees[rank], tuple(present), self.kind)
 
-    def kept_between_micro_steps(self, ranks: int) -> int:
-        """Return the maximum number of sums that rank 0 holds between micro-steps of ``ranks`` micro-batches."""
-        open_sums: set[int] = set()
-        most = 0
-        for number, step in enumerate(self.accumulation(0, self.microbatches_of(0)), start=1):
-            open_sums.add(step.buffer)
-            open_sums.difference_update(other for _, other in step.merges)
-            if number % ranks == 0 and number < self.num_microbatches:
-                most = max(most, len(open_sums))
-        return most
-
     def combination(self, present: tuple[bool, ...]) -> Combine:
         """Return how the subtrees of all ranks are added, given which of them have a sum."""
         return _combination(tuple(n for subtrees in self.subtrees for n in subtrees), present, self.kind)

@@ -6,7 +6,6 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -240,13 +239,3 @@ def _read_manifest(directory: int) -> tuple[PackageManifest, str]:
     with open_listed(directory, MANIFEST) as file:
         content = file.read(MAX_MANIFEST_BYTES + 1)
     return PackageManifest.from_bytes(content), hashlib.sha256(content).hexdigest()
-
-
-def find_packages(run_id: str, registry: Registry) -> dict[str, Path]:
-    """Return the packages in a registry that were exported from a run: digest -> directory."""
-    found = {}
-    for digest in registry.digests():
-        with suppress(PackageError):  # a damaged one concerns its own commands
-            if read_manifest(registry.path_of(digest))[0].provenance.run == run_id:
-                found[digest] = registry.path_of(digest)
-    return found

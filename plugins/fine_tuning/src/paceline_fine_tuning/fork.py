@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.config import OF_FORKS, config_from_mapping
-from paceline.core.errors import CheckpointError, ConfigError, RunDirectoryError
+from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.files import is_address, rename
 from paceline.core.task_loading import TaskReference, recorded_spec, task_fields
 from paceline.data.ledger import copy_until, read_ledger
-from paceline.runs.checkpoint_manifest import CheckpointInfo, read_manifest, temporary_directory, verify
-from paceline.runs.checkpoint_store import copy, find_version, newest_verified, parse_name, remove_stale, scan
+from paceline.runs.checkpoint_manifest import read_manifest, temporary_directory, verify
+from paceline.runs.checkpoint_selection import select_checkpoint
+from paceline.runs.checkpoint_store import copy, find_version, parse_name, remove_stale, scan
 from paceline.runs.directory import Fork, RunDirectory
 from paceline.runs.epochs import EpochSteps
 from paceline.runs.metric_writers import keep_until
@@ -62,7 +63,8 @@ def fork_run(
     spec = recorded_spec(manifest["task"])
     before = task_fields(TaskReference(spec, recorded).load())
     after = task_fields(TaskReference(spec, {**recorded, **fields}).load())
-    checkpoint, info = _find_checkpoint(source, step)
+    checkpoint = select_checkpoint(source.checkpoints, "last" if step is None else str(step))
+    info = verify(checkpoint).info
     Fork.require_no_earlier(manifest, checkpoint, info.state_version)
     config, replaced = _with_options(manifest["config"], options or {})
     epochs, usable, data = EpochSteps.of(manifest), _steps_of(source), {**manifest.get("data", {})}
@@ -180,20 +182,6 @@ def _at_epoch_ends(
             + ("none of its checkpoints is at an epoch's end." if nearest is None else f"choose --step {nearest}.")
         )
     return ends
-
-
-def _find_checkpoint(source: RunDirectory, step: int | None) -> tuple[Path, CheckpointInfo]:
-    if step is None:
-        found = newest_verified(source.checkpoints)
-        if found.path is None or found.manifest is None:
-            reasons = "".join(f"\n  {reason}" for reason in found.skipped)
-            raise CheckpointError(f"{source.path} holds no checkpoint that can be used.{reasons}")
-        return found.path, found.manifest.info
-    steps = _steps_of(source)
-    if step not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise ConfigError(f"{source.path} holds no checkpoint of step {step}. It has those of the steps {there}.")
-    return steps[step], verify(steps[step]).info
 
 
 def _steps_of(source: RunDirectory) -> dict[int, Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json as json_module
 import time
+from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Annotated, Any
@@ -13,9 +14,9 @@ from cyclopts import Parameter
 from rich.table import Column, Table
 from rich.text import Text
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.output import Console
-from paceline.launch.job_records import JobRecord, find_record, read_records
+from paceline.launch.job_records import JobRecord, add_record, find_record, read_records
 from paceline.launch.launcher import JobStatus
 
 Flag = Annotated[bool, Parameter(negative="")]
@@ -101,7 +102,7 @@ def cancel(job: str, *, json: Flag = False) -> int:
         Print JSON, with the job's state before.
     """
     record = find_record(job)
-    previous = record.status_asked_anew()
+    previous = _ask_anew(record)
     if not previous.ended:
         record.handle().cancel()
     if json:
@@ -119,6 +120,22 @@ def _status(record: JobRecord) -> JobStatus:
         return record.status()
     except PacelineError as error:
         return JobStatus(state="unknown", detail=str(error).partition(". ")[0])
+
+
+def _ask_anew(record: JobRecord) -> JobStatus:
+    """Return the job's status, but treat an end without an exit code as unknown: the system may not see the job.
+
+    Raises:
+        LaunchError: the system cannot be asked.
+    """
+    if record.ended is None or record.ended["exit_code"] is not None:
+        return record.status()
+    now = record.handle().status()
+    if now.ended or now.state == "unknown":
+        return record.status()
+    with suppress(ConfigError):
+        add_record(dataclasses.replace(record, ended=None))
+    return now
 
 
 def _format_state(status: JobStatus) -> Text:

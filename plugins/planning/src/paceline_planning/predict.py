@@ -283,7 +283,7 @@ def _fsdp(
     piece = -(-part.parameter_bytes // ranks)
     plan = ReductionPlan(num_microbatches, 1)
     # Each of several copies sums a part of its chunk.
-    kept = plan.kept_between_micro_steps(layout.data_ranks) if reduction == "exact" else 0
+    kept = _kept_between_micro_steps(plan, layout.data_ranks) if reduction == "exact" else 0
     open_sums = kept * -(-piece // layout.dp)
     root, of_blocks = part.root_bytes, part.block_bytes
     if layout.mixed_precision:
@@ -304,6 +304,18 @@ def _fsdp(
         activations=activations + m.batch_bytes,
         temporary=part.buffer_bytes + max(gathered, optimizer_temporary - activations),
     )
+
+
+def _kept_between_micro_steps(plan: ReductionPlan, ranks: int) -> int:
+    """Return the maximum number of sums that rank 0 holds between micro-steps of ``ranks`` micro-batches."""
+    open_sums: set[int] = set()
+    most = 0
+    for number, step in enumerate(plan.accumulation(0, plan.microbatches_of(0)), start=1):
+        open_sums.add(step.buffer)
+        open_sums.difference_update(other for _, other in step.merges)
+        if number % ranks == 0 and number < plan.num_microbatches:
+            most = max(most, len(open_sums))
+    return most
 
 
 def _deepspeed(m: Measurement, part: ModelPart, peak: int, layout: RankLayout) -> Memory:

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.errors import ConfigError, LaunchError, PackageError
 from paceline.core.files import read_document, read_json_lines, write_atomically
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.plugins import install_command
@@ -36,7 +36,7 @@ from paceline.runs.metric_writers import (
     plugin_value,
     set_hparam,
 )
-from paceline.runs.package import find_packages
+from paceline.runs.package import read_manifest
 from paceline.runs.package_registry import Registry
 from paceline.runs.trackers import RunInfo
 from paceline_pages.comparison import ComparedRun, differing_settings
@@ -128,9 +128,19 @@ def write_mlflow(runs: Sequence[ComparedRun], folder: Path) -> tuple[str, str]:
     return store.uri, str(experiment)
 
 
+def _packages_of(run_id: str, registry: Registry) -> dict[str, Path]:
+    """Return the packages in a registry that were exported from a run: digest -> directory."""
+    found = {}
+    for digest in registry.digests():
+        with suppress(PackageError):  # a damaged one concerns its own commands
+            if read_manifest(registry.path_of(digest))[0].provenance.run == run_id:
+                found[digest] = registry.path_of(digest)
+    return found
+
+
 def _add_run(store: MlflowStore, run: ComparedRun, experiment: str, parent: str | None) -> None:
     info, report = RunInfo.read(run.directory), run.directory.path / "report.html"
-    packages = find_packages(info.id, Registry.of_user())
+    packages = _packages_of(info.id, Registry.of_user())
     note = [f"`{info.task}`, trained in `{run.directory.path.absolute()}`."]
     tags = dict(info.tags)
     if parent is not None:
