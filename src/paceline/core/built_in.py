@@ -260,7 +260,7 @@ TASK_PREFIXES: Mapping[str, TaskPrefix] = {
         {
             "data": (
                 "PLACE",
-                "Training data: JSONL, Parquet or bin:FILE, a pattern, an address, or a mixture A=0.7,B=0.3.",
+                "Training data: JSONL, Parquet, bin:FILE or stream:PLACE; a pattern, address or mixture A=0.7,B=0.3.",
             ),
             "val_data": ("PLACE", "Validation data, in the same forms."),
             "pack": ("TOKENS", "Fill samples of this length with documents, which do not see each other."),

@@ -10,15 +10,18 @@ from operator import itemgetter
 from transformers import PreTrainedTokenizerBase
 
 from paceline.core.errors import TaskError
+from paceline.core.files import check_location, is_address
 from paceline.data.order import derive_key
-from paceline_lm.documents import Documents, read_documents
+from paceline_lm.document_stream import DocumentStream
+from paceline_lm.documents import Documents, read_documents, require_fast
+from paceline_lm.encoding import Encoder
 from paceline_lm.mixture import Mixture
 from paceline_lm.packing import PackedDocuments
 from paceline_lm.sources import Source, parse_sources
 from paceline_lm.token_file import TokenFile
 from paceline_lm.token_loss import IGNORED
 
-Data = Documents | PackedDocuments | TokenFile | Mixture
+Data = Documents | PackedDocuments | TokenFile | Mixture | DocumentStream
 
 _SHOWN = 1000
 """Characters of the document that is shown."""
@@ -59,6 +62,8 @@ class DataBuilder:
             TaskError: the value is malformed, or a source cannot be read or does not fit the model.
         """
         sources = parse_sources(value, self.option)
+        if sources[0].is_stream and self.option == "--data":  # what is evaluated is encoded once
+            return self._open_stream(sources[0])
         if len(sources) == 1 and self.tokens is None:
             return self._read(sources[0], key, is_first=True)
         parts = [self._read(each, derive_key(key, n), is_first=n == 0) for n, each in enumerate(sources)]
@@ -72,6 +77,20 @@ class DataBuilder:
             f"an epoch has {len(mixture):,} samples, {sum(tokens):,.0f} tokens; by tokens: {', '.join(described)}"
         )
         return mixture
+
+    def _open_stream(self, source: Source) -> DocumentStream:
+        if self.tokens is not None:
+            raise TaskError("--tokens needs data of a known length, which a stream has not: give --max-steps.")
+        if is_address(source.place):
+            check_location(source.place, self.option)
+        tokenizer = self.tokenizer()
+        require_fast(tokenizer)
+        stream = DocumentStream(source.place, Encoder(tokenizer, self.context), self.vocabulary, self.pack)
+        self.digests[str(source)] = stream.digest
+        self.summary.append(stream.summary)
+        if (first := stream.first_document()) is not None:
+            self.summary.append(_show_first(first.tokens, first.labelled, tokenizer))
+        return stream
 
     def _read(self, source: Source, key: int, *, is_first: bool) -> Documents | PackedDocuments | TokenFile:
         files = source.files(self.option)
@@ -96,7 +115,9 @@ class DataBuilder:
         data = documents if self.pack is None else PackedDocuments(documents, self.pack, key)
         self.summary.append(_describe(f"{source.name}{many}", data, documents))
         if is_first and self.option == "--data":
-            self.summary.append(_show_first(documents, tokenizer))
+            first = documents[0]
+            labelled = (first["labels"] != IGNORED).tolist()
+            self.summary.append(_show_first(first["input_ids"].tolist(), labelled, tokenizer))
         return data
 
 
@@ -121,12 +142,10 @@ def _describe(name: str, data: Documents | PackedDocuments, documents: Documents
     return "; ".join(parts)
 
 
-def _show_first(documents: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
+def _show_first(tokens: list[int], labelled: list[bool], tokenizer: PreTrainedTokenizerBase) -> str:
     """Show the first document with its labels between brackets."""
-    first, shown = documents[0], ""
-    for is_label, run in itertools.groupby(
-        zip(first["input_ids"].tolist(), (first["labels"] != IGNORED).tolist(), strict=True), key=itemgetter(1)
-    ):
+    shown = ""
+    for is_label, run in itertools.groupby(zip(tokens, labelled, strict=True), key=itemgetter(1)):
         text = tokenizer.decode([word for word, _ in run])
         shown += f"[{text}]" if is_label else text
     return f"the first document, labels in []: {shown[:_SHOWN]}{'...' if len(shown) > _SHOWN else ''}"

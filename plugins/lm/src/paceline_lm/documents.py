@@ -29,6 +29,11 @@ from paceline.core.files import parse_json, user_directory
 from paceline_lm.encoding import Encoder
 from paceline_lm.token_loss import IGNORED
 
+MARK = b"\xef\xbb\xbf"
+"""Which some editors write before the first line."""
+
+_COMPRESSED = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "unzstd", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz"}
+
 _FORMAT = 6
 """Of the cached file; another way to encode documents is another number."""
 
@@ -117,8 +122,7 @@ def _lock(content: BufferedReader) -> Iterator[None]:
 
 def _name(contents: Sequence[BufferedReader], tokenizer: PreTrainedTokenizerBase, context: int) -> str:
     """Return a digest of all that decides the tokens."""
-    if not tokenizer.is_fast:
-        raise TaskError(f"{type(tokenizer).__name__} has no tokenizer.json, which hf:MODEL needs to find the labels.")
+    require_fast(tokenizer)
     settings = {
         "format": _FORMAT,
         "documents": [hashlib.file_digest(content, "sha256").hexdigest() for content in contents],
@@ -130,12 +134,18 @@ def _name(contents: Sequence[BufferedReader], tokenizer: PreTrainedTokenizerBase
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
+def require_fast(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer that does not say which characters a token is of."""
+    if not tokenizer.is_fast:
+        raise TaskError(f"{type(tokenizer).__name__} has no tokenizer.json, which hf:MODEL needs to find the labels.")
+
+
 def _encode(files: Sequence[Path], target: Path, encoder: Encoder) -> None:
     tokens, labelled, offsets = array("i"), bytearray(), array("q", [0])
     counts = {"unlabelled": 0, "cut": 0, "tokens_cut": 0, "divided": 0, "endless": 0, "labels": 0, "largest": 0}
     for where, record in itertools.chain.from_iterable(map(_records, files)):
         try:
-            pieces = encoder(_parse(record) if isinstance(record, bytes) else record)
+            pieces = encoder(parse_line(record) if isinstance(record, bytes) else record)
         except TaskError as error:
             raise TaskError(f"--data {where}: {error}") from error
         if not any(any(piece.labelled) for piece in pieces):
@@ -177,35 +187,50 @@ def _encode(files: Sequence[Path], target: Path, encoder: Encoder) -> None:
 def _records(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | bytes]]:
     """Yield each record, as the line of JSON or as a row, with its place for messages."""
     if file.suffix == ".parquet":
-        for number, row in enumerate(_rows(file), 1):
-            yield f"{file}, row {number}", row
+        try:
+            for number, row in enumerate(rows_of(file), 1):
+                yield f"{file}, row {number}", row
+        except ModuleNotFoundError as error:
+            raise TaskError(f"--data {file}: Parquet needs pyarrow: pip install pyarrow") from error
+        except (OSError, ValueError) as error:
+            raise TaskError(f"--data {file} cannot be read as Parquet: {error}") from error
         return
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
+            if line.removeprefix(MARK).strip():
                 yield f"{file}, line {number}", line
 
 
-def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ModuleNotFoundError as error:
-        raise TaskError(f"--data {file}: Parquet needs pyarrow: pip install pyarrow") from error
+def rows_of(file: Any, row_group: int | None = None) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a Parquet file, or of one of its row groups, without what is null in them.
+
+    Raises:
+        ModuleNotFoundError: pyarrow is not installed.
+        OSError, ValueError: the file cannot be read.
+    """
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
     try:
         with ParquetFile(file) as parquet:
-            for batch in parquet.iter_batches():
+            for batch in parquet.iter_batches(row_groups=None if row_group is None else [row_group]):
                 for row in batch.to_pylist():
                     yield {name: value for name, value in row.items() if value is not None}
-    except (ArrowException, OSError) as error:
-        raise TaskError(f"--data {file} cannot be read as Parquet: {error}") from error
+    except ArrowException as error:
+        raise ValueError(str(error)) from error
 
 
-def _parse(line: bytes) -> Mapping[str, Any]:
-    if line.startswith(b"\x1f\x8b"):
-        raise TaskError("the file is compressed: gunzip it first.")
+def parse_line(line: bytes) -> Mapping[str, Any]:
+    """Return the record of a line, which may begin with a byte order mark.
+
+    Raises:
+        TaskError: it is not a JSON object.
+    """
+    for start, tool in _COMPRESSED.items():
+        if line.startswith(start):
+            raise TaskError(f"the file is compressed: {tool} it first.")
     try:
-        record = parse_json(line)
+        record = parse_json(line.removeprefix(MARK))
     except ValueError as error:
         raise TaskError(f"this is not JSON: {error}.") from error
     if isinstance(record, list):

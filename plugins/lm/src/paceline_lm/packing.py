@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from torch.utils.data import Dataset
 from paceline.core.errors import TaskError
 from paceline.data.order import Permutation, derive_key
 from paceline.data.train_val_split import split_train_val
-from paceline_lm.documents import Documents
 from paceline_lm.token_loss import IGNORED
 
 _IN_ORDER = 0.5
@@ -100,6 +99,17 @@ def _best_fit(lengths: list[int], capacity: int) -> list[int]:
     return packs
 
 
+class SizedDocuments(Protocol):
+    """Documents of which the lengths are known, in tokens."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]: ...
+
+
 class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
     """Packs of documents: ``{"input_ids", "labels", "position_ids"}``, each (length,), int64.
 
@@ -112,7 +122,9 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
         chosen: the numbers of the documents to pack; None: all.
     """
 
-    def __init__(self, documents: Documents, length: int, key: int, chosen: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self, documents: SizedDocuments, length: int, key: int, chosen: NDArray[np.int64] | None = None
+    ) -> None:
         self.documents = documents
         self._length = length
         self._key = key

@@ -14,7 +14,7 @@ from paceline.core.errors import CheckpointError, TaskError
 from paceline.core.files import check_location, is_address
 from paceline.core.plugins import import_object
 
-_TOKENS = "bin:"
+_TOKENS, _STREAM = "bin:", "stream:"
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,25 @@ class Source:
 
     Attributes:
         place: a file, a pattern such as ``web-*.bin``, or an address of either.
-        is_tokens: a file of tokens (``bin:``), not of documents.
+        kind: ``bin:`` for files of tokens, ``stream:`` for documents that are not encoded first, empty for others.
         weight: None for a source alone.
     """
 
     place: str
-    is_tokens: bool
+    kind: str
     weight: float | None
 
     def __str__(self) -> str:
         weight = "" if self.weight is None else f"={self.weight!r}"
-        return f"{_TOKENS if self.is_tokens else ''}{self.place}{weight}"
+        return f"{self.kind}{self.place}{weight}"
+
+    @property
+    def is_tokens(self) -> bool:
+        return self.kind == _TOKENS
+
+    @property
+    def is_stream(self) -> bool:
+        return self.kind == _STREAM
 
     @property
     def name(self) -> str:
@@ -83,7 +91,9 @@ def parse_sources(value: str, option: str) -> tuple[Source, ...]:
                 "the tokens, as in bin:web.bin=0.7,bin:code.bin=0.3"
             )
         sources.append(_source(place, weight))
-    if len({source.is_tokens for source in sources}) > 1:
+    if any(source.is_stream for source in sources):
+        raise TaskError(f"{option}: a stream has no length, which a mixture needs. Leave stream: out of it.")
+    if len({source.kind for source in sources}) > 1:
         raise TaskError(f"{option} mixes files of tokens (bin:) with documents. Use one kind.")
     if len({source.place for source in sources}) < len(sources):
         raise TaskError(f"{option} names a source twice. Give it one weight.")
@@ -91,13 +101,13 @@ def parse_sources(value: str, option: str) -> tuple[Source, ...]:
 
 
 def _source(place: str, weight: float | None) -> Source:
-    is_tokens, place = place.startswith(_TOKENS), _without_kind(place)
+    kind, place = place.removesuffix(_without_kind(place)), _without_kind(place)
     # Recorded, and so found if the run continues from another directory.
-    return Source(place if is_address(place) else str(Path(place).absolute()), is_tokens, weight)
+    return Source(place if is_address(place) else str(Path(place).absolute()), kind, weight)
 
 
 def _without_kind(place: str) -> str:
-    return place.removeprefix(_TOKENS)
+    return place.removeprefix(_TOKENS if place.startswith(_TOKENS) else _STREAM)
 
 
 def parse_tokens(value: int | str) -> int:

@@ -1,0 +1,259 @@
+"""Documents of JSONL and Parquet files that are read and encoded as the training goes: ``--data stream:PLACE``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Lock, Thread
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from fsspec.core import url_to_fs
+
+from paceline.core.errors import DataError, TaskError
+from paceline.data.order import Permutation, derive_key
+from paceline_lm.documents import MARK, parse_line, rows_of
+from paceline_lm.encoding import Encoded, Encoder
+from paceline_lm.packing import PackedDocuments
+from paceline_lm.token_loss import IGNORED
+
+_BLOCKS, _SAMPLES, _PACKS = 31, 32, 33  # domains of the keys
+_BLOCK_BYTES = 2**20
+"""Of JSONL; what a resumed run reads again of a shard at most."""
+_LEAST_BLOCKS = 16
+"""Of each shard, so that all end at about the same step."""
+_LINE_BYTES = 64
+"""The least to read beyond a block for the end of its last line."""
+_VERSIONS = ("ETag", "etag", "md5Hash", "content_md5")
+
+
+class Block(NamedTuple):
+    """Documents that are read together: lines of JSONL that begin in a range of bytes, or a row group of Parquet.
+
+    Attributes:
+        stop: after its last byte; None for Parquet, where ``start`` is the number of the row group.
+    """
+
+    file: str
+    start: int
+    stop: int | None
+
+
+@dataclass(frozen=True)
+class _EncodedBlock:
+    """Documents in memory, as :class:`~paceline_lm.documents.Documents` gives them."""
+
+    documents: list[Encoded]
+
+    @property
+    def lengths(self) -> Any:
+        return np.array([len(document.tokens) for document in self.documents])
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        words = torch.tensor(self.documents[number].tokens)
+        labels = torch.where(torch.tensor(self.documents[number].labelled), words, IGNORED)
+        return {"input_ids": words, "labels": labels}
+
+
+class DocumentStream:
+    """A :class:`~paceline.data.stream.ShardedStream` of documents, or of packs of them.
+
+    The files are blocks, in another order in each epoch, which shard k takes modulo S. So a block is read by one rank,
+    once in an epoch. Its documents, or packs of documents of the block, are in another order in each epoch, too. A
+    position is a block and a sample in it: a resumed run reads nothing before this block.
+
+    Args:
+        place: a file, a pattern, or an address of either.
+        encoder: of documents.
+        vocabulary: tokens are below.
+        pack: tokens of a pack; None: documents are samples.
+
+    Attributes:
+        digest: of the files' names, sizes and versions.
+
+    Raises:
+        TaskError: there is no such file, or the store does not give it.
+    """
+
+    def __init__(self, place: str, encoder: Encoder, vocabulary: int, pack: int | None) -> None:
+        self.name = f"--data stream:{place}"
+        self._encoder = encoder
+        self._vocabulary = vocabulary
+        self._pack = pack
+        self._encoding = Lock()  # a tokenizer fails in several threads
+        try:
+            self._store, pattern = url_to_fs(place)
+            found = self._store.glob(pattern, detail=True) if set("*?[") & set(pattern) else None
+            infos = [self._store.info(pattern)] if found is None else [found[path] for path in sorted(found)]
+        except Exception as error:  # each store has its own
+            raise TaskError(f"{self.name}: {type(error).__name__}: {error}") from error
+        self._sizes = {str(info["name"]): int(info["size"] or 0) for info in infos if info["type"] == "file"}
+        if not sum(self._sizes.values()):
+            raise TaskError(
+                f"{self.name}: there is no file, or it is empty. Give a file or a pattern, such as *.jsonl."
+            )
+        known = [
+            [info["name"], info["size"], next((info[key] for key in _VERSIONS if key in info), None)] for info in infos
+        ]
+        self.digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()
+        self._row_groups = {file: self._count_row_groups(file) for file in self._sizes if file.endswith(".parquet")}
+
+    @property
+    def summary(self) -> str:
+        """What is read, in a line."""
+        size = sum(self._sizes.values())
+        return f"{self.name}: {len(self._sizes)} files, {size:,} bytes, read and encoded as the training goes"
+
+    def open(self, shard: int, num_shards: int, epoch: int, seed: int) -> DocumentReader:
+        """See :class:`~paceline.data.stream.ShardedStream`."""
+        blocks = self.blocks(num_shards)
+        order = Permutation(len(blocks), derive_key(seed, _BLOCKS, epoch))(np.arange(len(blocks)))
+        return DocumentReader(self, [(int(n), blocks[n]) for n in order[shard::num_shards]], epoch, seed)
+
+    def blocks(self, num_shards: int) -> list[Block]:
+        """Return all blocks."""
+        lines = {file: size for file, size in self._sizes.items() if file not in self._row_groups}
+        length = max(1, min(_BLOCK_BYTES, sum(lines.values()) // (_LEAST_BLOCKS * num_shards)))
+        return [
+            *(Block(file, n, min(n + length, size)) for file, size in lines.items() for n in range(0, size, length)),
+            *(Block(file, n, None) for file, count in self._row_groups.items() for n in range(count)),
+        ]
+
+    def first_document(self) -> Encoded | None:
+        """Return the first document, or None if it has no label."""
+        file = min(self._sizes)
+        block = Block(file, 0, None if file in self._row_groups else 1)
+        return next(iter(self._encode(block)), None)
+
+    def begin(self, number: int, block: Block, epoch: int, seed: int) -> Future[list[dict[str, torch.Tensor]]]:
+        """Begin to read the samples of a block, in the order of an epoch."""
+        future = Future[list[dict[str, torch.Tensor]]]()
+
+        def read() -> None:
+            try:
+                future.set_result(self._samples(number, block, epoch, seed))
+            except Exception as error:
+                future.set_exception(error)
+
+        Thread(target=read, daemon=True).start()
+        return future
+
+    def _samples(self, number: int, block: Block, epoch: int, seed: int) -> list[dict[str, torch.Tensor]]:
+        documents = _EncodedBlock(list(self._encode(block)))
+        key = derive_key(seed, _SAMPLES, number, epoch)
+        if not documents:
+            return []
+        if self._pack is None:
+            return [documents[n] for n in Permutation(len(documents), key)(np.arange(len(documents)))]
+        packs = PackedDocuments(documents, self._pack, derive_key(seed, _PACKS, number))
+        return [packs.read(int(n), epoch) for n in Permutation(len(packs), key)(np.arange(len(packs)))]
+
+    def _encode(self, block: Block) -> Iterator[Encoded]:
+        """Yield the documents of a block that have labels.
+
+        Raises:
+            DataError: the store fails, or a record is not a document for the model.
+        """
+        for where, record in self._records(block):
+            try:
+                with self._encoding:
+                    pieces = self._encoder(parse_line(record) if isinstance(record, bytes) else record)
+            except TaskError as error:
+                raise DataError(f"{self.name}: {where}: {error}") from error
+            largest = max((max(piece.tokens) for piece in pieces if piece.tokens), default=0)
+            if largest >= self._vocabulary:
+                raise DataError(
+                    f"{self.name}: {where}: the tokenizer has token {largest}, and the model's vocabulary "
+                    f"{self._vocabulary} tokens. Give a model and its own tokenizer."
+                )
+            if any(any(piece.labelled) for piece in pieces):
+                yield from pieces
+
+    def _records(self, block: Block) -> Iterator[tuple[str, Mapping[str, Any] | bytes]]:
+        try:
+            if block.stop is None:
+                with self._store.open(block.file, "rb") as file:
+                    for number, row in enumerate(rows_of(file, block.start)):
+                        yield f"{block.file}, row group {block.start}, row {number}", row
+                return
+            position, content = self._read_lines(block)
+        except DataError:
+            raise
+        except Exception as error:  # each store has its own
+            raise DataError(f"{self.name}: {block.file} cannot be read: {type(error).__name__}: {error}") from error
+        for line in content.split(b"\n"):
+            if line.removeprefix(MARK).strip():
+                yield f"{block.file}, the line at byte {position}", line
+            position += len(line) + 1
+
+    def _read_lines(self, block: Block) -> tuple[int, bytes]:
+        """Return the lines that begin in a block, and where the first of them begins."""
+        assert block.stop is not None
+        size, first = self._sizes[block.file], max(0, block.start - 1)
+        content = bytes(self._store.cat_file(block.file, start=first, end=block.stop))
+        skipped = content.find(b"\n") + 1 if block.start else 0
+        if block.start and not skipped:  # no line begins here
+            return block.stop, b""
+        end, more = block.stop, max(_LINE_BYTES, (block.stop - block.start) // 16)
+        while end < size and not content.endswith(b"\n") and b"\n" not in content[block.stop - first :]:
+            content += bytes(self._store.cat_file(block.file, start=end, end=min(size, end + more)))
+            end, more = end + more, 2 * more
+        if end > block.stop:
+            content = content[: content.find(b"\n", block.stop - first) + 1 or len(content)]
+        return first + skipped, content[skipped:]
+
+    def _count_row_groups(self, path: str) -> int:
+        try:
+            from pyarrow.parquet import ParquetFile
+
+            with self._store.open(path, "rb") as file:
+                return int(ParquetFile(file).num_row_groups)
+        except ModuleNotFoundError as error:
+            raise TaskError(f"{self.name}: Parquet needs pyarrow: pip install pyarrow") from error
+        except Exception as error:  # each store has its own
+            raise TaskError(f"{self.name}: {path} cannot be read as Parquet: {error}") from error
+
+
+class DocumentReader:
+    """Reads the blocks of a shard, in their order; the next one is read meanwhile."""
+
+    def __init__(self, stream: DocumentStream, blocks: list[tuple[int, Block]], epoch: int, seed: int) -> None:
+        self._stream = stream
+        self._blocks = blocks
+        self._epoch = epoch
+        self._seed = seed
+        self._block = 0
+        self._sample = 0
+        self._samples: list[dict[str, torch.Tensor]] | None = None
+        self._next: Future[list[dict[str, torch.Tensor]]] | None = None
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        while True:
+            if self._samples is None:
+                reading = self._next or self._begin(self._block)
+                if reading is None:
+                    raise StopIteration
+                self._next = self._begin(self._block + 1)
+                self._samples = reading.result()
+            if self._sample < len(self._samples):
+                self._sample += 1
+                return self._samples[self._sample - 1]
+            self._block, self._sample, self._samples = self._block + 1, 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"block": self._block, "sample": self._sample}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._block, self._sample = state["block"], state["sample"]
+
+    def _begin(self, place: int) -> Future[list[dict[str, torch.Tensor]]] | None:
+        if place >= len(self._blocks):
+            return None
+        return self._stream.begin(*self._blocks[place], self._epoch, self._seed)

@@ -1,0 +1,168 @@
+"""Documents that are read as the training goes: each once in an epoch, and none again after a restart."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from plugins.lm.tests.directories import TEXTS, train_tokenizer, write_lines
+from pyarrow import parquet
+
+from paceline.core.errors import DataError, TaskError
+from paceline.data.stream import StreamLoader
+from paceline_lm.document_stream import DocumentStream
+from paceline_lm.documents import pad_documents
+from paceline_lm.encoding import Encoder
+
+pytestmark = pytest.mark.matrix
+
+TOKENIZER = train_tokenizer()
+RECORDS = [{"text": f"{TEXTS[n % 8] * (1 + n % 3)} Number {n}."} for n in range(400)]
+
+
+def open_stream(place: object, pack: int | None = None, vocabulary: int = 320) -> DocumentStream:
+    return DocumentStream(str(place), Encoder(TOKENIZER, 64), vocabulary, pack)
+
+
+def loader_of(stream: DocumentStream) -> StreamLoader:
+    return StreamLoader(
+        stream,
+        global_batch_size=12,
+        num_microbatches=6,
+        min_microbatch_size=1,
+        seed=3,
+        device=torch.device("cpu"),
+        collate=pad_documents,
+    )
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"Number (\d+)\.", text)]
+
+
+def fetched(loader: StreamLoader, epoch: int, step: int, shards: range) -> list[list[int]]:
+    found = loader.fetch(epoch, step, shards)
+    return [[n for row in m.batch["input_ids"] for n in numbers(TOKENIZER.decode(row))] for m in found]
+
+
+def epoch_of(stream: DocumentStream, epoch: int, cuts: list[int]) -> list[list[list[int]]]:
+    ranks = [(loader_of(stream), range(a, b)) for a, b in itertools.pairwise(cuts)]
+    steps = (
+        [each for loader, shards in ranks for each in fetched(loader, epoch, step, shards)]
+        for step in itertools.count()
+    )
+    return list(itertools.takewhile(bool, steps))
+
+
+def count_bytes(stream: DocumentStream) -> list[int]:
+    counts, read = [], stream._store.cat_file
+
+    def counted(*args: Any, **options: Any) -> bytes:
+        content = bytes(read(*args, **options))
+        counts.append(len(content))
+        return content
+
+    stream._store.cat_file = counted
+    return counts
+
+
+def write_files(folder: Path) -> int:
+    files = [write_lines(folder / f"web-{n}.jsonl", RECORDS[n * 150 : (n + 1) * 150]) for n in range(3)]
+    return sum(file.stat().st_size for file in files)
+
+
+@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.aws)])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, int]:
+    """A pattern of files, and their bytes."""
+    size = write_files(tmp_path)
+    if request.param == "local":
+        return f"{tmp_path}/web-*.jsonl", size
+    client = request.getfixturevalue("aws")
+    client.create_bucket(Bucket="corpus")
+    for file in tmp_path.glob("web-*.jsonl"):
+        client.upload_file(str(file), "corpus", file.name)
+    return "s3://corpus/web-*.jsonl", size
+
+
+def test_each_document_is_read_once_and_none_again_after_a_restart(place: tuple[str, int]) -> None:
+    stream = open_stream(place[0])
+    read = count_bytes(stream)
+    expected = epoch_of(stream, 0, [0, 6])
+    assert sorted(n for step in expected for each in step for n in each) == list(range(400))
+    assert sum(read) < 1.5 * place[1]  # whatever the number of micro-batches; of tiny blocks, their last lines count
+    again = epoch_of(stream, 1, [0, 1, 3, 6])
+    assert sorted(n for step in again for each in step for n in each) == list(range(400))
+    assert again != expected
+    assert epoch_of(stream, 1, [0, 6]) == again
+    first = [(loader_of(stream), range(4)), (loader_of(stream), range(4, 6))]
+    for step in range(20):
+        for loader, shards in first:
+            loader.fetch(0, step, shards)
+    saved: dict[str, Any] = {}
+    for loader, shards in first:
+        saved |= loader.positions(0, 20, shards)
+    resumed = open_stream(place[0])
+    read = count_bytes(resumed)
+    ranks = [(loader_of(resumed), range(a, b)) for a, b in ((0, 2), (2, 4), (4, 6))]
+    for loader, _ in ranks:
+        loader.load_state_dict(json.loads(json.dumps(saved)))
+    for step in range(20, len(expected)):
+        assert [each for loader, shards in ranks for each in fetched(loader, 0, step, shards)] == expected[step]
+    left = sum(len(each) for step in expected[20:] for each in step) / 400
+    # The rest, and the block of each shard: at most a sixteenth of it.
+    assert sum(read) < 1.5 * place[1] * (left + 2 / 16)
+
+
+def test_packs_of_a_stream_have_each_document_once(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    stream = open_stream(tmp_path / "web-*.jsonl", pack=64)
+    for epoch in range(2):
+        reader = stream.open(0, 1, epoch, seed=5)
+        packs = _rest(reader)
+        assert all(pack["input_ids"].shape == pack["position_ids"].shape == (64,) for pack in packs)
+        assert sorted(n for pack in packs for n in numbers(TOKENIZER.decode(pack["input_ids"]))) == list(range(400))
+
+
+def _rest(reader: Any) -> list[dict[str, torch.Tensor]]:
+    samples = []
+    while True:
+        try:
+            samples.append(next(reader))
+        except StopIteration:
+            return samples
+
+
+def test_parquet_is_read_by_row_groups(tmp_path: Path) -> None:
+    parquet.write_table(pa.Table.from_pylist(RECORDS), tmp_path / "web.parquet", row_group_size=7)
+    found = epoch_of(open_stream(tmp_path / "web.parquet"), 0, [0, 2, 6])
+    assert sorted(n for step in found for each in step for n in each) == list(range(400))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 1000])
+def test_lines_belong_to_the_block_in_which_they_begin(tmp_path: Path, size: int) -> None:
+    lines = [b"\xef\xbb\xbf{}", b"", b"[1]" * 9, b"x\r", b"", b"yy"]
+    (tmp_path / "data.jsonl").write_bytes(b"\n".join(lines))
+    stream = open_stream(tmp_path / "data.jsonl")
+    [[file, total]] = stream._sizes.items()
+    blocks = [(file, n, min(n + size, total)) for n in range(0, total, size)]
+    read = [record for block in blocks for _, record in stream._records(type(stream.blocks(1)[0])(*block))]
+    assert read == [line for line in lines if line]
+
+
+def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"stream:.*none.jsonl: FileNotFoundError"):
+        open_stream(tmp_path / "none.jsonl")
+    with pytest.raises(TaskError, match=r"there is no file, or it is empty"):
+        open_stream(tmp_path / "*.jsonl")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "He sees."}\nnothing\n')
+    with pytest.raises(DataError, match=r"bad.jsonl, the line at byte 21: this is not JSON"):
+        epoch_of(open_stream(bad), 0, [0, 6])
+    with pytest.raises(DataError, match=r"at byte 0: the tokenizer has token \d+, and the model's vocabulary 5 tokens"):
+        epoch_of(open_stream(bad, vocabulary=5), 0, [0, 6])
