@@ -23,7 +23,7 @@ from paceline_lm.token_loss import IGNORED
 
 _BLOCKS, _SAMPLES, _PACKS = 31, 32, 33  # domains of the keys
 _BLOCK_BYTES = 2**20
-"""Of JSONL; what a resumed run reads again of a shard at most."""
+"""Of JSONL; the most of a shard that a resumed run reads again."""
 _LEAST_BLOCKS = 16
 """Of each shard, so that all end at about the same step."""
 _LINE_BYTES = 64

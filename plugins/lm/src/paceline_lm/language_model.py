@@ -51,8 +51,8 @@ class LanguageModel(TransformersTask):
         data: the training data: a JSONL or Parquet file of documents (:class:`~paceline_lm.encoding.Encoder`), or
             ``bin:FILE``, a file of tokens (:class:`~paceline_lm.token_file.TokenFile`). A pattern (``web-*.bin``) is
             many files, ``s3://...`` an address, ``PLACE=0.7,PLACE=0.3`` a mixture
-            (:class:`~paceline_lm.mixture.Mixture`), and ``stream:PLACE`` documents that are encoded as the training goes
-            (:class:`~paceline_lm.document_stream.DocumentStream`).
+            (:class:`~paceline_lm.mixture.Mixture`), and ``stream:PLACE`` documents that are encoded while the model
+            trains (:class:`~paceline_lm.document_stream.DocumentStream`).
         val_data: the validation data, in the same forms.
         pack: tokens of a sample, which holds as many documents as fit; None: a sample is a document.
         context: most tokens of a document, which is cut there, and the tokens of a sample of ``bin:FILE``. None: as
