@@ -31,7 +31,7 @@ _LINE_BYTES = 64
 _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5")
 
 
-class Block(NamedTuple):
+class DocumentBlock(NamedTuple):
     """Documents that are read together: lines of JSONL that begin in a range of bytes, or a row group of Parquet.
 
     Attributes:
@@ -117,22 +117,26 @@ class DocumentStream:
         order = Permutation(len(blocks), derive_key(seed, _BLOCKS, epoch))(np.arange(len(blocks)))
         return DocumentReader(self, [(int(n), blocks[n]) for n in order[shard::num_shards]], epoch, seed)
 
-    def blocks(self, num_shards: int) -> list[Block]:
+    def blocks(self, num_shards: int) -> list[DocumentBlock]:
         """Return all blocks."""
         lines = {file: size for file, size in self._sizes.items() if file not in self._row_groups}
         length = max(1, min(_BLOCK_BYTES, sum(lines.values()) // (_LEAST_BLOCKS * num_shards)))
         return [
-            *(Block(file, n, min(n + length, size)) for file, size in lines.items() for n in range(0, size, length)),
-            *(Block(file, n, None) for file, count in self._row_groups.items() for n in range(count)),
+            *(
+                DocumentBlock(file, n, min(n + length, size))
+                for file, size in lines.items()
+                for n in range(0, size, length)
+            ),
+            *(DocumentBlock(file, n, None) for file, count in self._row_groups.items() for n in range(count)),
         ]
 
     def first_document(self) -> Encoded | None:
         """Return the first document, or None if it has no label."""
         file = min(self._sizes)
-        block = Block(file, 0, None if file in self._row_groups else 1)
+        block = DocumentBlock(file, 0, None if file in self._row_groups else 1)
         return next(iter(self._encode(block)), None)
 
-    def begin(self, number: int, block: Block, epoch: int, seed: int) -> Future[list[dict[str, torch.Tensor]]]:
+    def begin(self, number: int, block: DocumentBlock, epoch: int, seed: int) -> Future[list[dict[str, torch.Tensor]]]:
         """Begin to read the samples of a block, in the order of an epoch."""
         future = Future[list[dict[str, torch.Tensor]]]()
 
@@ -145,7 +149,7 @@ class DocumentStream:
         Thread(target=read, daemon=True).start()
         return future
 
-    def _samples(self, number: int, block: Block, epoch: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    def _samples(self, number: int, block: DocumentBlock, epoch: int, seed: int) -> list[dict[str, torch.Tensor]]:
         documents = _EncodedBlock(list(self._encode(block)))
         key = derive_key(seed, _SAMPLES, number, epoch)
         if not documents:
@@ -155,7 +159,7 @@ class DocumentStream:
         packs = PackedDocuments(documents, self._pack, derive_key(seed, _PACKS, number))
         return [packs.read(int(n), epoch) for n in Permutation(len(packs), key)(np.arange(len(packs)))]
 
-    def _encode(self, block: Block) -> Iterator[Encoded]:
+    def _encode(self, block: DocumentBlock) -> Iterator[Encoded]:
         """Yield the documents of a block that have labels.
 
         Raises:
@@ -176,7 +180,7 @@ class DocumentStream:
             if any(any(piece.labelled) for piece in pieces):
                 yield from pieces
 
-    def _records(self, block: Block) -> Iterator[tuple[str, Mapping[str, Any] | bytes]]:
+    def _records(self, block: DocumentBlock) -> Iterator[tuple[str, Mapping[str, Any] | bytes]]:
         try:
             if block.stop is None:
                 with self._store.open(block.file, "rb") as file:
@@ -193,7 +197,7 @@ class DocumentStream:
                 yield f"{block.file}, the line at byte {position}", line
             position += len(line) + 1
 
-    def _read_lines(self, block: Block) -> tuple[int, bytes]:
+    def _read_lines(self, block: DocumentBlock) -> tuple[int, bytes]:
         """Return the lines that begin in a block, and where the first of them begins."""
         assert block.stop is not None
         size, first = self._sizes[block.file], max(0, block.start - 1)
@@ -224,7 +228,7 @@ class DocumentStream:
 class DocumentReader:
     """Reads the blocks of a shard, in their order; the next one is read meanwhile."""
 
-    def __init__(self, stream: DocumentStream, blocks: list[tuple[int, Block]], epoch: int, seed: int) -> None:
+    def __init__(self, stream: DocumentStream, blocks: list[tuple[int, DocumentBlock]], epoch: int, seed: int) -> None:
         self._stream = stream
         self._blocks = blocks
         self._epoch = epoch
