@@ -86,7 +86,6 @@ def launch(
     own_options = defaults.launcher_options(on, launcher_flags)
     own = make_options(launcher, own_options)
     interface = interface or of_run.get("interface")
-    python = python or of_run.get("python")
     if dry_run and not json:
         defaults.print_used("job", vars(job))
         defaults.print_used(on, own_options)

@@ -42,8 +42,10 @@ def check_location(location: str, name: str) -> None:
     """Check a path as :func:`check_path` does, or an address.
 
     Raises:
-        ConfigError: it is not a path, or an address that holds a password, options or no folder.
+        ConfigError: it is empty, not a path, or an address that holds a password, options or no folder.
     """
+    if not location:
+        raise ConfigError(f"{name} is empty. Name a place, or leave it out.")
     if not is_address(location):
         return check_path(location, name)
     host, _, path = location.partition("://")[2].partition("/")

@@ -254,6 +254,8 @@ class LaunchSpec:
             value = getattr(self, name)
             if value is not None and value < (0 if name == "gpus_per_node" else 1):
                 raise ConfigError(f"{flag(name)} must be a positive number, but is {value}.")
+        if self.master_port is not None and not 1 <= self.master_port <= 65535:
+            raise ConfigError(f"--master-port must be between 1 and 65535, but is {self.master_port}.")
         check_node_rank(self.place.node_rank, most)
 
     def processes_on(self, node_rank: int) -> int:

@@ -107,8 +107,18 @@ def doctor(
     if task:
         check_spec(task)
     launcher = get_launcher(on if on not in LOCAL_LAUNCHERS else "spawn")
-    own = read_defaults().launcher_options(launcher.name, launcher_options)
+    defaults, is_local = read_defaults(task), on in LOCAL_LAUNCHERS
+    own = defaults.launcher_options(launcher.name, launcher_options)
     options = make_options(launcher, own)
+    of_run = defaults.values("run")
+    threads = of_run.get("threads") if threads is None else threads
+    interface, python = interface or of_run.get("interface"), python or sys.executable
+    if not is_local:
+        of_job = defaults.job_options(None)
+        cpus_per_task = of_job.cpus_per_task if cpus_per_task is None else cpus_per_task
+        env = env or of_job.env
+    if keep_checkpoints < 1 or (gpus_per_node or 0) < 0:
+        raise ConfigError("--keep-checkpoints and --gpus-per-node must be positive numbers.")
     (least, most), counts = launcher.resolve_sizes(parse_nodes(nodes), parse_nproc(nproc), options)
     if counts is None:
         raise ConfigError("--nproc auto is not supported by paceline doctor: give the number of processes per node.")
@@ -121,7 +131,6 @@ def doctor(
             f"the nodes of --on {on} do not share this machine's files, so the report cannot be read here. "
             "Give --preflight to the job itself."
         )
-    is_local = on in LOCAL_LAUNCHERS
     preflight = PreflightSpec(
         run=str(run_dir.absolute()),
         task=task,
@@ -142,7 +151,7 @@ def doctor(
     rank_launcher = choose_rank_launcher(
         launcher, "spawn" if "spawn" in launcher.rank_launchers else None, "torch", is_task=False
     )
-    command, directory = preflight.command(python or sys.executable), job_directory("doctor", attached=False)
+    command, directory = preflight.command(python), job_directory("doctor", attached=False)
     spec = LaunchSpec(
         command=(*command, str(directory / REPORT)),
         name="doctor",
@@ -159,7 +168,7 @@ def doctor(
         env_style="torch" if "torch" in launcher.env_styles else launcher.env_styles[0],
         interface=interface,
         master_port=master_port,
-        python=python or sys.executable,
+        python=python,
     )
     if is_local:
         spec, launcher, options = local_ranks(spec, command, options), get_launcher("spawn"), None
@@ -169,6 +178,8 @@ def doctor(
     if not is_local:
         return _show(_check_with_launcher(launcher, spec, options), json=json)
     code, report = check_locally(spec)
+    if report is None and not code:
+        raise LaunchError(f"the checks left no report. Check that {python} is a Python that can import paceline.")
     return code or 1 if report is None else _show(report, json=json)
 
 

@@ -58,6 +58,9 @@ def test_an_interpreter_that_is_not_there_or_has_no_paceline(run_processes: Any,
     done = run_processes.paceline("doctor", "--python", "/nonexistent/python", "--json")
     assert (done.returncode, done.stdout) == (1, "")
     assert "/nonexistent/python: command not found or not executable" in done.stderr
+    done = run_processes.paceline("doctor", "--python", "/bin/true")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the checks left no report. Check that /bin/true is a Python" in done.stderr
     bare = tmp_path / "python"
     bare.write_text("#!/bin/sh\necho No module named paceline >&2\nexit 1\n")
     bare.chmod(0o755)
@@ -102,6 +105,22 @@ def test_a_directory_that_is_read_only(run_processes: Any, tmp_path: Path) -> No
     assert check.found == f"{tmp_path / 'disk'} cannot be written: Read-only file system"
 
 
+def test_a_run_directory_that_is_a_file(run_processes: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run_processes.paceline("doctor", "--threads", "1", "--run-dir", "file/run", "--json")
+    check = found(msgspec.json.decode(done.stdout, type=PreflightReport), "run-directory")
+    assert (done.returncode, check.status) == (1, "fail")
+    assert check.found.endswith(f"cannot be written: {tmp_path / 'file'} is not a directory")
+
+
+def test_the_defaults_of_a_site_hold(run_processes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site.toml").write_text('[run]\nthreads = 3\n[job]\ncpus_per_task = 5\n[slurm]\npartition = "gpu"\n')
+    monkeypatch.setenv("PACELINE_SITE_CONFIG", str(tmp_path / "site.toml"))
+    text = run_processes.paceline("doctor", "--on", "slurm", "--nodes", "2", "--dry-run").stdout
+    for expected in ("--cpus-per-task=5", "--partition=gpu", "--threads 3"):
+        assert expected in text
+
+
 def test_a_task_that_cannot_be_imported(run_processes: Any, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     done = run_processes.paceline("doctor", "broken.py:Task", "--json")
@@ -119,6 +138,9 @@ def test_a_task_that_cannot_be_imported(run_processes: Any, tmp_path: Path) -> N
         (["--on", "slurm", "--nproc", "auto"], "--nproc auto is not supported by paceline doctor"),
         (["--nproc", "2,1"], "--nproc 2,1 lists 2 nodes, but --nodes is 1."),
         (["--nodes", "2"], "run the same command on each node, with --rdzv-endpoint"),
+        (["--master-port", "99999"], "--master-port must be between 1 and 65535, but is 99999."),
+        (["--gpus-per-node", "-1"], "--keep-checkpoints and --gpus-per-node must be positive numbers."),
+        (["--keep-checkpoints", "0"], "--keep-checkpoints and --gpus-per-node must be positive numbers."),
         (["--checkpoint-size", "large"], "--checkpoint-size must be such as 500MB or 2GiB, but is 'large'."),
     ],
 )

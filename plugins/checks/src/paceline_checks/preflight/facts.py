@@ -202,6 +202,12 @@ def nearest_existing(path: Path) -> Path:
     return path
 
 
+def obstacle(path: Path) -> str | None:
+    """Return why this cannot become a directory: it, or a part of its path, is something else."""
+    found = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    return None if found.is_dir() else f"{found} is not a directory"
+
+
 def inspect_storage(run: Path) -> dict[str, Any]:
     """Return the free bytes, the sizes of the run's checkpoints, and what the file system lacks."""
     directory = nearest_existing(run)

@@ -175,7 +175,7 @@ def _measure(results: Results, me: int, gather: Gather) -> None:
             stack.enter_context(handle_signals(STOP_SIGNALS, _stop))
             directory = facts.nearest_existing(run)
             mark = directory / f".paceline-doctor-{secrets.token_hex(4)}"
-            error = facts.leave_mark(mark, stack)
+            error = facts.obstacle(run) or facts.leave_mark(mark, stack)
             others = {
                 node: directory / name
                 for node, (name, other_error) in enumerate(gather([mark.name, error]))
