@@ -193,3 +193,13 @@ def test_processes_share_the_machine() -> None:
     cpu = torch.device("cpu")
     one = strategy_selection.memory_per_process(cpu, 1)
     assert strategy_selection.memory_per_process(cpu, 4) == one // 4
+
+
+def test_the_memory_is_that_of_the_tightest_control_group(tmp_path: Path) -> None:
+    for group, limit in {"": "max", "slurm": "9000", "slurm/job": "max", "other": "1"}.items():
+        (tmp_path / group).mkdir(exist_ok=True)
+        (tmp_path / group / "memory.max").write_text(f"{limit}\n")
+    assert list(strategy_selection.cgroup_limits("0::/slurm/job\n", tmp_path)) == [9000]
+    (tmp_path / "memory" / "job").mkdir(parents=True)
+    (tmp_path / "memory" / "job" / "memory.limit_in_bytes").write_text("5000\n")
+    assert list(strategy_selection.cgroup_limits("4:memory:/job/step\n3:cpuset:/job\n0::/\n", tmp_path)) == [5000]

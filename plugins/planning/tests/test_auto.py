@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
+import torch
 from tests.training.test_automatic import CONFIG, MIB, Counted, settled
 
+from paceline.core.errors import ConfigError
 from paceline.parallel.strategy_selection import choose_strategy
 from paceline_planning import auto
 
@@ -45,3 +48,29 @@ def test_where_nothing_fits_it_is_ddp_and_said() -> None:
     assert config == CONFIG
     assert note is not None
     assert note.endswith("paceline plan finds no other that fits")
+
+
+@pytest.mark.integration
+def test_fsdp_on_cpus_is_refused_where_not_even_the_state_fits() -> None:
+    fsdp = CONFIG.replace(strategy="fsdp")
+    # 38 MiB of parameters, as much of gradients, and AdamW's two moments.
+    with pytest.raises(ConfigError, match=r"parameters, gradients and optimizer need 0\.1 GiB.*together is 0\.1 GiB"):
+        settled(70 * MIB, fsdp)
+    assert settled(80 * MIB, fsdp) == (fsdp, None)
+    assert settled(MIB, fsdp, device="cuda") == (fsdp, None)
+    adapters = fsdp.replace(lora="rank=4")
+    assert settled(70 * MIB, adapters) == (adapters, None)
+
+
+@pytest.mark.integration
+def test_fsdp_of_a_task_that_needs_values_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    build_optimizer = Counted.build_optimizer
+
+    def build(self: Counted, model: torch.nn.Module) -> Any:
+        if float(next(model.parameters()).flatten()[0]) > 0:
+            raise AssertionError
+        return build_optimizer(self, model)
+
+    monkeypatch.setattr(Counted, "build_optimizer", build)
+    fsdp = CONFIG.replace(strategy="fsdp")
+    assert settled(MIB, fsdp) == (fsdp, None)

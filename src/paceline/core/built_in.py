@@ -338,6 +338,7 @@ PARTS: Mapping[str, str] = {
     "--preflight": "paceline_checks.preflight.job",
     "--rank-launcher ray": "paceline_ray.node:ray_node_command",
     "--strategy fsdp": "paceline_more_strategies.deferred_init:build_late",
+    "--strategy fsdp's memory": "paceline_planning.auto:require_memory",
     "--strategy auto": "paceline_planning.auto:choose_by_plan",
     "SageMaker's nodes": "paceline_clouds.nodes:sagemaker_node",
     "Vertex AI's nodes": "paceline_clouds.nodes:vertex_node",

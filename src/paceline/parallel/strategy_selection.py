@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import psutil
@@ -18,7 +19,7 @@ from torch import nn
 from paceline.core.built_in import PARTS
 from paceline.core.config import ResolvedConfig, RunConfig
 from paceline.core.errors import ConfigError
-from paceline.core.plugins import import_object, load
+from paceline.core.plugins import has_part, import_object, load
 from paceline.core.task import Task
 from paceline.parallel.options import PipelineOptions, TensorOptions
 from paceline.parallel.strategy import ComposedLayout, ExampleBatchProvider, ParameterLayout, Strategy, StrategyOptions
@@ -107,6 +108,11 @@ _FITS_FACTOR = 16
 """Bytes for each byte of a parameter that are enough for training under ddp: its gradient's sums, what an
 optimizer holds, and activations as large as all of these."""
 
+
+class _MeasurementError(ConfigError):
+    """The forked process that measures a model cannot tell."""
+
+
 _BEGIN_S = (2.0, 4.0, 8.0, 16.0, 32.0)
 """How long each forked process has to begin; on a busy machine it may only be slow."""
 
@@ -117,9 +123,27 @@ def memory_per_process(device: torch.device, processes: int) -> int:
     Args:
         processes: how many share the GPU, or on the CPU the machine.
     """
-    on_gpu = device.type == "cuda"
-    total = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
-    return int(total) // max(1, processes)
+    if device.type == "cuda":
+        total = int(torch.cuda.get_device_properties(device).total_memory)
+    else:
+        groups = Path("/proc/self/cgroup")
+        total = min(psutil.virtual_memory().total, *cgroup_limits(groups.read_text() if groups.exists() else ""))
+    return total // max(1, processes)
+
+
+def cgroup_limits(groups: str, root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """Yield the bytes to which control groups limit a process: those of its group, and of the ones around it.
+
+    Args:
+        groups: the content of ``/proc/PID/cgroup``.
+    """
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):  # of versions 2 and 1
+            group = root / controllers / path.strip("/")
+            for folder in (group, *group.parents):
+                with suppress(OSError, ValueError):  # "max"
+                    yield int((folder / ("memory.limit_in_bytes" if controllers else "memory.max")).read_text())
 
 
 def choose_strategy(
@@ -127,13 +151,20 @@ def choose_strategy(
 ) -> tuple[ResolvedConfig, str | None]:
     """Options with the strategy that ``auto`` means for so many processes, and what to say about it.
 
-    A model that is small against the memory is not measured. All ranks must give the same arguments.
+    A model that is small against the memory is not measured. All ranks must give the same arguments. On CPUs, a model
+    that does not fit them under ``fsdp`` either is refused before the kernel kills a process.
 
     Args:
         config: resolved but for the strategy.
         memory: bytes that the process with least of it may take.
         device: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: it does not fit.
     """
+    if config.parallel.strategy == "fsdp" and device == "cpu":
+        with suppress(_MeasurementError):  # then it is unknown
+            _call_in_child(lambda: _require_room(config, task, world_size * memory))
     if (
         config.parallel.strategy != "auto"
         or config.parallel.mesh is not None
@@ -183,6 +214,14 @@ def _parameter_bytes(task: Task) -> int | None:
         return None
 
 
+def _require_room(config: ResolvedConfig, task: Task, memory: int) -> None:
+    """Reject a model that does not fit the memory of all processes together, as far as the plug-in is here."""
+    reference = PARTS["--strategy fsdp's memory"]
+    parameters = _parameter_bytes(task)
+    if parameters is not None and _FITS_FACTOR * parameters > memory and has_part(reference):
+        import_object(reference)(config, task, memory)
+
+
 def _call_in_child(function: Callable[[], T]) -> T:
     """Call a function in a forked process, and return what it returns.
 
@@ -208,7 +247,7 @@ def _call_in_child(function: Callable[[], T]) -> T:
             result, error = receiver.recv()
         except EOFError:
             process.join()
-            raise ConfigError(
+            raise _MeasurementError(
                 f"the process that measures the model for --strategy auto ended with exit code {process.exitcode}. "
                 "Give a strategy, such as --strategy ddp."
             ) from None
@@ -239,6 +278,6 @@ def _fork(target: Callable[[Connection], None]) -> tuple[ForkProcess, Connection
         receiver.close()
         process.kill()
         process.join()
-    raise ConfigError(
+    raise _MeasurementError(
         "no forked process begins to measure the model for --strategy auto. Give a strategy, such as --strategy ddp."
     )

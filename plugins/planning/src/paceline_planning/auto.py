@@ -9,6 +9,7 @@ from paceline.core.config import ResolvedConfig
 from paceline.core.errors import ConfigError
 from paceline.core.task import Task
 from paceline.parallel.options import MemoryOptions
+from paceline_planning.measurement import state_bytes
 from paceline_planning.recommend import ClusterSpec, PlanRow, choose_plan, make_plan
 
 _FLOPS_PER_S = {"cpu": 5e10, "cuda": 1e14}
@@ -64,6 +65,31 @@ def choose_by_plan(
         f"strategy: {chosen.layout.name}. {needs}; {chosen.layout.name} needs "
         f"{chosen.memory.total / 2**30:.3g} (paceline plan shows all)"
     )
+
+
+def require_memory(config: ResolvedConfig, task: Task, memory: int) -> None:
+    """Reject a training whose parameters, gradients and optimizer alone need more than the processes have together.
+
+    Not a task that cannot run on fake tensors, nor adapters and frozen parameters, which need less.
+
+    Args:
+        memory: bytes of all processes.
+
+    Raises:
+        ConfigError: it needs more.
+    """
+    if config.values.get("lora") or config.values.get("freeze"):
+        return
+    try:
+        needed = state_bytes(task)
+    except Exception:  # whatever the task's code does that fake tensors cannot
+        return
+    if needed > memory:
+        raise ConfigError(
+            f"parameters, gradients and optimizer need {needed / 2**30:.1f} GiB, without activations, and the memory "
+            f"of all processes together is {memory / 2**30:.1f} GiB. Use more machines, or an optimizer with less "
+            "state: SGD has none."
+        )
 
 
 def _with(config: ResolvedConfig, row: PlanRow) -> ResolvedConfig | None:

@@ -230,6 +230,20 @@ def measure(task: Task, microbatch: int, device: Device = "cuda") -> Measurement
     return _measure(task, batch, microbatch, device, None, reason)
 
 
+def state_bytes(task: Task) -> int:
+    """Return the bytes of a task's parameters, gradients and optimizer state, found out on fake tensors."""
+    with FakeTensorMode():
+        module = build_task_model(task)
+        optimizers = build_task_optimizers(task, module).values()
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        for optimizer in optimizers:
+            optimizer.step()
+        state = [leaf for optimizer in optimizers for leaf in _tensors(optimizer.state)]
+        return nbytes(module.parameters()) + nbytes(trained) + nbytes(state)
+
+
 def _measure(
     task: Task,
     batch: Any,
