@@ -610,7 +610,7 @@ def used(model: nn.Module) -> SGD:
         (lambda model: {"state": {"count": 3}}, r"state\['count'\] is a int"),
         (lambda model: {"optimizer": [SGD(model.parameters(), 0.1)]}, "optimizer is a list"),
         (lambda model: {"seeds": 3}, "seeds"),
-        (lambda model: {"nproc": 2}, "has no option nproc. A launcher starts the ranks"),
+        (lambda model: {"nodes": 2}, "has no option nodes. nproc=4 starts four ranks here"),
         (lambda model: {"epochs": 2}, "has no option epochs. Give it to the loop"),
         (lambda model: {"reduction": "allreduce"}, "has no option reduction. The loss calls the script's own model"),
         (lambda model: {"eval_every": "epoch"}, "has no option eval_every. It is for tasks"),

@@ -43,6 +43,7 @@ class WorkerConfig:
         device: what the launcher has found on this node, which each process must find too; None if it has not looked.
         started: time of the request, in seconds since the epoch, at which ``--walltime`` begins.
         trial_scheduler: the socket of the scheduler that decides after each evaluation whether the run continues.
+        script: the file or module of a script with a loop of its own, which each worker runs, and its arguments.
     """
 
     config: RunConfig
@@ -54,6 +55,7 @@ class WorkerConfig:
     device: Literal["cpu", "cuda"] | None = None
     started: float = field(default_factory=time.time)
     trial_scheduler: str | None = None
+    script: tuple[str, ...] = ()
 
     def with_run_dir(self, path: Path) -> WorkerConfig:
         """Return the configuration of the run in another directory."""
@@ -69,6 +71,8 @@ class WorkerConfig:
         document["started"] = self.started
         if self.trial_scheduler is not None:
             document["trial_scheduler"] = self.trial_scheduler
+        if self.script:
+            document["script"] = list(self.script)
         document["explicit_options"] = sorted(self.explicit_options)
         document["config"] = {k: list(v) if isinstance(v, tuple) else v for k, v in self.config.non_defaults().items()}
         if self.fields is not None:
@@ -96,6 +100,7 @@ class WorkerConfig:
                 device=document.get("device"),
                 started=document["started"],
                 trial_scheduler=document.get("trial_scheduler"),
+                script=tuple(document.get("script", ())),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"the job file {path} is damaged: {error!r:.200}. Start the run again.") from error

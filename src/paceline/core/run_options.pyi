@@ -10,6 +10,7 @@ Texts = str | list[str] | tuple[str, ...]
 class LoopOptions(TypedDict, total=False):
     """Those of :class:`paceline.Run`."""
 
+    nproc: int | str
     node_rank: int | None
     rdzv_endpoint: str | None
     token_file: str | None
@@ -75,7 +76,6 @@ class LoopOptions(TypedDict, total=False):
 class TaskOptions(LoopOptions, total=False):
     """Those of a task."""
 
-    nproc: int | str
     nodes: int | str
     reduction: Literal["exact", "allreduce", "ddp"]
     init_from: PathLike[str] | str | None

@@ -193,8 +193,10 @@ class WorkerProcess:
         self.heard_at = time.monotonic()
         self._extend_deadline(heartbeat_s)
         match message:
-            case WorkerHeartbeat(step):
+            case WorkerHeartbeat(step, phase=phase):
                 self.step = step
+                if phase == "script" and self._leave_by < math.inf:  # its code may take long, and leaves afterwards
+                    self._leave_by = time.monotonic() + _LEAVE_S
             case Ready():
                 # It may wait, or end without a further heartbeat.
                 self.status = "waiting"

@@ -289,7 +289,7 @@ class LocalRun:
             for reference in worker_config.config.changes.companions:
                 stack.enter_context(import_object(reference)(worker_config.config, directory))
             code = self.launcher.submit(self.rendered).wait()
-        if code == 0 and spec.nodes[1] == 1 and not directory.has_result():
+        if code == 0 and spec.nodes[1] == 1 and not (directory.has_result() or worker_config.script):
             print(
                 f"paceline: the processes ended with status 0, but {directory.path} has no result: the task's own code "
                 "has ended them, as os._exit(0) does. Raise an exception to fail, or set --max-steps or --epochs.",

@@ -174,7 +174,7 @@ class GroupContext:
             # Before the strategy: it may move the model, as into memory that the ranks share.
             self.engine = stack.enter_context(closing(engine(run, states, world)))
             # In asynchronous training each rank computes whole steps by itself.
-            self._strategy_mesh = ParallelDims(_alone(world), {"dp": 1}) if run.config.asynchronous else mesh
+            self._strategy_mesh = ParallelDims(alone(world), {"dp": 1}) if run.config.asynchronous else mesh
             self.work_split = self._equal_split()
             self.strategy = self._build_strategy()
             stack.callback(lambda: self.strategy.close())
@@ -343,6 +343,6 @@ class GroupContext:
         return state
 
 
-def _alone(world: World) -> World:
+def alone(world: World) -> World:
     """Make a world of this rank alone."""
     return replace(world, rank=0, world_size=1, local_rank=0, local_world_size=1, active=None, subgroup=None)

@@ -6,8 +6,9 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,9 +40,6 @@ from paceline.training.state_agreement import agree_on_state
 from paceline.training.trainer import SyncEngine, Trainer
 
 _log = logging.getLogger(__name__)
-
-TrainInGroup = Callable[..., dict[str, Any] | None]
-""":func:`train_in_group` for one trainer: takes the world, and what to call once this rank can train."""
 
 # --- The path of a run: find or create it, set up, train in groups ---
 
@@ -86,8 +84,17 @@ def _train(request: RunRequest, groups: Groups, directory: RunDirectory, signals
             _log.info("%s has finished; nothing is left to train.", directory.path)
         return dict(found["result"])
     run, notes = set_up(request, groups, found["manifest"], directory, signals)
-    with build_trainer(run, groups.world_size, groups.agent) as trainer:
-        return groups.train(trainer, partial(train_in_group, trainer, notes, started))
+    with (
+        build_trainer(run, groups.world_size, groups.agent) as trainer,
+        closing(groups.members(trainer)) as members,
+    ):
+        result = None
+        for member in members:
+            with member:
+                result = member.result = train_in_group(trainer, notes, started, member.world, member.joined)
+        result = result or directory.read_result()
+        assert result is not None, "the last group has the result"
+        return result
 
 
 def set_up(
@@ -171,6 +178,35 @@ def conclude_run(trainer: Trainer, group: GroupContext, started: float) -> dict[
 # --- Where groups come from: the launcher gives one that stays, an agent one after another ---
 
 
+@dataclass
+class GroupMember:
+    """This rank's part in one group: a context, which the loss of another rank ends normally if a next group follows.
+
+    Attributes:
+        world: the ranks.
+        joined: to be called once this rank can train.
+        outlives_losses: whether a next group follows.
+        result: of the run, once it has one.
+        why: why this rank has left the group.
+    """
+
+    world: World
+    joined: Callable[[], None] = lambda: None
+    outlives_losses: bool = False
+    result: dict[str, Any] | None = None
+    why: str = "left it as asked, after a step"
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not (self.outlives_losses and isinstance(error, PeerLostError)):
+            return False
+        self.why = str(error)
+        clear_frames(error)
+        return True
+
+
 class FixedGroup:
     """The one group that a launcher has started: when a rank is lost, all of them end.
 
@@ -203,12 +239,10 @@ class FixedGroup:
         told: list[int] = self._world.all_gather_object(memory_per_process(self.device, sharing))
         return min(told)
 
-    def train(self, trainer: Trainer, train_in_group: TrainInGroup) -> dict[str, Any]:
-        """Train to the run's result."""
-        result = train_in_group(self._world)
-        assert result is not None, "the ranks of a fixed group do not leave it before the end"
+    def members(self, trainer: Trainer) -> Generator[GroupMember, None, None]:
+        """Yield this rank's part in the group, to train to the run's result."""
+        yield GroupMember(self._world)
         self._world.barrier()
-        return result
 
 
 class ElasticGroups:
@@ -257,8 +291,8 @@ class ElasticGroups:
         devices = torch.cuda.device_count() if self.device.type == "cuda" else 1
         return memory_per_process(self.device, -(-self.processes // devices))
 
-    def train(self, trainer: Trainer, train_in_group: TrainInGroup) -> dict[str, Any]:
-        """Train in one group after another, to the run's result."""
+    def members(self, trainer: Trainer) -> Generator[GroupMember, None, None]:
+        """Yield this rank's part in one group after another, until one has the run's result."""
         signals = trainer.run.signals
         generation, why = -1, "has just started"
         while True:
@@ -275,34 +309,23 @@ class ElasticGroups:
             self._agent.progress_tracker.wait()
             trainer.run.directory.wait_for_disk()
             self._agent.progress_tracker.join()
-            result, why = self._train_once(trainer, train_in_group, assignment)
+            generation, result = assignment.generation, None
+            try:
+                with self._open_group(assignment) as world:
+                    self._unconnected_since = math.inf
+                    member = GroupMember(world, partial(self._agent.joined, generation), outlives_losses=True)
+                    yield member
+                    # Not while an error is handled: its frames would keep the group's connections open.
+                    trainer.leave_group()
+                    result, why = member.result, member.why
+            except PeerLostError as error:
+                why = str(error)
+                clear_frames(error)
+                self._limit_attempts(assignment, trainer.run.config, why)
             # A process that loses the others only after the run's end has nothing left to do.
             with suppress(RunDirectoryError):  # its disk may fail meanwhile
-                result = result or trainer.run.directory.read_result()
-            if result is not None:
-                return result
-            generation = assignment.generation
-
-    def _train_once(
-        self, trainer: Trainer, train_in_group: TrainInGroup, assignment: Assignment
-    ) -> tuple[dict[str, Any] | None, str]:
-        """Return the run's result, or None and the reason why this process left the group."""
-        result, why = None, "left it as asked, after a step"
-        try:
-            with self._open_group(assignment) as world:
-                self._unconnected_since = math.inf
-                try:
-                    result = train_in_group(world, partial(self._agent.joined, assignment.generation))
-                except PeerLostError as error:
-                    why = str(error)
-                    _clear_frames(error)
-                # Not while the error is handled: its frames would keep the group's connections open.
-                trainer.leave_group()
-        except PeerLostError as error:
-            why = str(error)
-            _clear_frames(error)
-            self._limit_attempts(assignment, trainer.run.config, why)
-        return result, why
+                if result or trainer.run.directory.read_result():
+                    return
 
     def _limit_attempts(self, assignment: Assignment, config: RunConfig, why: str) -> None:
         """Give up connecting to processes of this node; other nodes may come back at any time.
@@ -324,7 +347,7 @@ class ElasticGroups:
 Groups = FixedGroup | ElasticGroups
 
 
-def _clear_frames(error: BaseException | None) -> None:
+def clear_frames(error: BaseException | None) -> None:
     """Clear the frames that an error holds: they would keep objects such as the group alive."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -276,6 +276,9 @@ class SyncStep:
     The engine opens it with its data. Its caller computes it, and asks the engine for the next step; then it is
     committed.
 
+    Attributes:
+        microbatches: this rank's.
+
     Args:
         states: this rank's copy of the state.
         update: applies the gradients if those of all ranks are finite; None: to the whole state.
@@ -294,7 +297,7 @@ class SyncStep:
         progress, timer, tracker = states.state.progress, group.monitor.timer, group.world.progress_tracker
         self._begin_callbacks(progress)
         tracker.move("data")
-        self._microbatches = group.fetch(progress.epoch, progress.step_in_epoch, group.strategy.microbatches)
+        self.microbatches = group.fetch(progress.epoch, progress.step_in_epoch, group.strategy.microbatches)
         timer.mark("data")
 
     def _begin_callbacks(self, progress: TrainProgress) -> None:
@@ -328,7 +331,7 @@ class SyncStep:
     def _reduce(self, current_pass: Pass = ONLY_PASS) -> StepSums:
         """Run forward and backward, and reduce; this rank's row travels with the first pass of a step."""
         run, group, state = self._run, self._group, self._states.state
-        strategy, microbatches = group.strategy, self._microbatches
+        strategy, microbatches = group.strategy, self.microbatches
         strategy.begin_step([microbatch.index for microbatch in microbatches])
         group.runner.current_pass = current_pass
         values = group.runner.values = {}
@@ -377,6 +380,7 @@ class ComposedStep(SyncStep, TrainStep):
     """A step of passes and updates, which a task's ``train_step`` or a script's own loop puts together.
 
     Attributes:
+        passes: how many it has made.
         changed_before_pass: whether the state changed before a pass, so that a pass that fails leaves half a step.
 
     Args:
@@ -396,7 +400,7 @@ class ComposedStep(SyncStep, TrainStep):
         self.progress = None if data.total_steps is None else self.step / data.total_steps
         self.changed_before_pass = False
         self.logged: dict[str, float] = {}
-        self._passes = 0
+        self.passes = 0
         self._updates = 0
         self._loss = 0.0
         seed_between_passes(run.config.training.seed, self.step, 0)
@@ -467,9 +471,9 @@ class ComposedStep(SyncStep, TrainStep):
 
     def _run_pass(self, loss: Callable[[nn.Module, MicroBatch], LossResult]) -> float:
         with self._in_pass():
-            sums = self._reduce(Pass(loss, self._passes))
+            sums = self._reduce(Pass(loss, self.passes))
         self._sums = self._sums or sums
-        self._passes += 1
+        self.passes += 1
         self._loss = sums.loss
         self.align_random_numbers()
         return sums.loss
@@ -481,7 +485,7 @@ class ComposedStep(SyncStep, TrainStep):
 
     def align_random_numbers(self) -> None:
         """Let all ranks draw the same numbers from here on, after each has drawn for its own micro-batches."""
-        seed_between_passes(self._run.config.training.seed, self.step, self._passes)
+        seed_between_passes(self._run.config.training.seed, self.step, self.passes)
 
     def _embed(
         self, strategy: ReducerStrategy, embed: Callable[[nn.Module, Any], torch.Tensor]
@@ -495,8 +499,8 @@ class ComposedStep(SyncStep, TrainStep):
         embedded = {}
         self._group.world.progress_tracker.move("forward")
         buffers.begin()
-        for microbatch in self._microbatches:
-            seed_microbatch(run.config.training.seed, self.step, microbatch.index, self._passes)
+        for microbatch in self.microbatches:
+            seed_microbatch(run.config.training.seed, self.step, microbatch.index, self.passes)
             announce_microbatch(run, self.step, microbatch)
             with torch.no_grad(), run.autocast():
                 rows: Any = embed(strategy.model, copy.deepcopy(microbatch.batch))
@@ -521,7 +525,7 @@ class ComposedStep(SyncStep, TrainStep):
         """
         world = self._group.world
         gradient, value = torch.zeros_like(rows), 0.0
-        seed_between_passes(self._run.config.training.seed, self.step, self._passes)
+        seed_between_passes(self._run.config.training.seed, self.step, self.passes)
         if world.rank == 0:  # ranks on other hardware could get other bits
             leaf = rows.detach().requires_grad_()
             with torch.enable_grad(), self._run.autocast():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,10 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.built_in import PARTS
 from paceline.core.environment import Environment, default_threads, detect_environment, restart_with_hash_seed
 from paceline.core.errors import RunInUseError
+from paceline.core.fork_server import redirect_output
 from paceline.core.job import WorkerConfig, default_run_path
 from paceline.core.owned_names import name_multiprocessing, remove_leftovers
+from paceline.core.plugins import import_object
 from paceline.core.signals import WORKER_STOP_SIGNALS, die_with_parent, dump_stacks_on_signal, handle_signals
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import exit_code_of, explain_disk_error, print_failure, record_worker_failure
@@ -107,14 +111,16 @@ def _run_under_agent(
     environment = Environment(
         rank=local_index, world_size=processes, local_rank=local_index, local_world_size=processes, source="variables"
     )
+    shown = local_index == 0
+    if shown and worker_config.script:  # the process that started it has printed what comes before the loop
+        redirect_output(os.open(directory.log_of(0), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666))
+        shown = False
     with ExitStack() as stack:
-        signals = stack.enter_context(StopSignals(launched=True))
         stack.enter_context(
             open_rank_log(
                 directory, local_index, processes, quiet=worker_config.quiet, log_format=config.records.log_format
             )
         )
-        shown = local_index == 0
 
         def show_at_rank_0() -> None:
             nonlocal shown
@@ -133,7 +139,10 @@ def _run_under_agent(
             on_rank_0=show_at_rank_0,
         )
         request = RunRequest(worker_config=worker_config, task=None, default_threads=default_threads(environment))
-        train(request, groups, directory, signals)
+        if worker_config.script:
+            import_object(PARTS["scripts"])(request, groups, directory)
+        else:
+            train(request, groups, directory, stack.enter_context(StopSignals(launched=True)))
 
 
 def run_reported(

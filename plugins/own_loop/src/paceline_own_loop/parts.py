@@ -64,6 +64,7 @@ class OwnLoop(Task):
     def __post_init__(self, parts: ScriptParts | None) -> None:
         self._given = parts
         self._in_eval_mode = frozenset(() if parts is None else _in_eval_mode(parts.module))
+        self._before: dict[str, Any] | None = None  # what a body may change before its first pass, as it began
         self._hyperparameters = {} if parts is None else parts.hyperparameters
         if parts is not None and parts.collate is not None:
             self.__dict__["collate"] = parts.collate  # rows of tensors are read at once where it is torch's own
@@ -98,6 +99,8 @@ class OwnLoop(Task):
         raise TaskError("the script computes its steps itself.")
 
     def state_dict(self) -> dict[str, Any]:
+        if self._before is not None:
+            return self._before
         parts = self._parts
         state = {name: scheduler_state(part) for name, part in parts.state.items()}
         return {"state": state, "eval": _in_eval_mode(parts.module), "hyperparameters": self._hyperparameters}
@@ -108,6 +111,9 @@ class OwnLoop(Task):
             if name not in state["state"]:
                 raise ValueError(f"it has no state[{name!r}], with which the script did not begin the run")
             part.load_state_dict(state["state"][name])
+        for name, groups in state.get("groups", {}).items():
+            for group, values in zip(self._parts.optimizers[name].param_groups, groups, strict=True):
+                group.update(values)
         self._hyperparameters = state.get("hyperparameters", self._hyperparameters)
 
     def begin_fork(self) -> None:
@@ -136,6 +142,25 @@ class OwnLoop(Task):
                 "those of its checkpoint. To change them, set them in the loop: optimizer.param_groups[0]['lr'] = ...",
                 ", ".join(changes),
             )
+
+    def begin_body(self) -> None:
+        """Keep what the script may change before the first pass, for the case that a rank is lost in that.
+
+        The weights are not among it: they change after the pass.
+        """
+        groups = {
+            label: [{name: value for name, value in group.items() if name != "params"} for group in built.param_groups]
+            for label, built in self._parts.optimizers.items()
+        }
+        self._before = deepcopy({**self.state_dict(), "groups": groups})
+
+    def end_body(self) -> None:
+        """Forget it."""
+        self._before = None
+
+    def note_modes(self) -> None:
+        """Note the mode that the script has given to each module, before the next group."""
+        self._in_eval_mode = frozenset(_in_eval_mode(self._parts.module))
 
     def restore_modes(self) -> None:
         """Give each module the mode that the script has given it: a frozen layer stays in evaluation mode."""

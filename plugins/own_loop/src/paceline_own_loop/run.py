@@ -6,8 +6,8 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 from weakref import WeakSet, finalize
@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.api import Result, ends_script
 from paceline.core.config import config_from_mapping
 from paceline.core.environment import default_threads
-from paceline.core.errors import ConfigError, StopRequested, TaskError
+from paceline.core.errors import ConfigError, PeerLostError, StopRequested, TaskError
 from paceline.core.job import WorkerConfig
 from paceline.core.standard_streams import open_closed_streams
 from paceline.core.task import Callback, Task
@@ -31,15 +31,26 @@ from paceline.runs.checkpoint_selection import select_checkpoint
 from paceline.runs.directory import OWN_LOOP
 from paceline.runs.rank_log import open_rank_log
 from paceline.training.control import StopCause, StopSignals
-from paceline.training.evaluation import Evaluator
+from paceline.training.evaluation import Evaluator, TrainingModes
+from paceline.training.group_context import alone
 from paceline.training.loaded_model import restore_model
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest
-from paceline.training.session import FixedGroup, build_trainer, conclude_run, enter_group, set_up
+from paceline.training.session import (
+    FixedGroup,
+    GroupMember,
+    Groups,
+    build_trainer,
+    conclude_run,
+    enter_group,
+    set_up,
+)
 from paceline.training.state_manager import StateManager
 from paceline.training.step import ComposedStep
+from paceline.training.trainer import Trainer
 from paceline.training.worker import join_launched_group
 from paceline_own_loop.parts import OwnLoop, as_parts
+from paceline_own_loop.ranks import start_ranks, started_rank, starts_ranks
 from paceline_own_loop.step import LoopStep, OptimizerGuard
 
 if TYPE_CHECKING:
@@ -52,7 +63,7 @@ _open_runs: WeakSet[Run] = WeakSet()
 _DEFAULTS = {"num_workers": 0, "checkpoint_every": ("1epochs", "10min")}
 OF_STEPS = ("epochs", "max_steps")
 OF_TASKS = ("set", "val_fraction", "early_stop", "eval_every", "ema")
-OF_LAUNCHERS = ("nproc", "nodes", "on")
+OF_LAUNCHERS = ("nodes", "on")
 OF_WRAPPERS = ("compile", "reduction")
 
 
@@ -70,8 +81,10 @@ class Run:
     continues from the newest checkpoint, which has the model, the optimizers and ``state``. The model is the same, bit
     for bit, as :func:`paceline.fit` makes from the same parts, on any number of ranks.
 
-    A launcher starts the ranks: ``torchrun``, ``paceline launch``, ``mpirun``, ``srun``; a plain process is the only
-    one. The run holds its group of ranks and the lock of its directory until :meth:`close`, or the end of the script.
+    A plain process is the only rank. With ``nproc=4`` it starts four, each of which runs the script; it ends as they
+    end, and replaces those that die, while the others continue in place. Or a launcher starts the ranks: ``torchrun``,
+    ``paceline launch``, ``mpirun``, ``srun``. The run holds its group of ranks and the lock of its directory until
+    :meth:`close`, or the end of the script.
 
     Args:
         directory: the run's; if a run is there, it continues.
@@ -119,6 +132,9 @@ class Run:
                 "Run() has no options that change the model (adapters, other weights): the script does that."
             )
         self._has_begun = False
+        self._has_entered = False
+        self._outlives_losses = False
+        self._has_lost_group = False
         self._has_warned = False
         self._is_looping = False
         self._context: RunContext | None = None
@@ -191,22 +207,32 @@ class Run:
         given = {**self._options, **{name: value for name, value in length.items() if value is not None}}
         config = config_from_mapping({**_DEFAULTS, **given, "task": OWN_LOOP}, "Run()")
         worker_config = WorkerConfig(config=config, explicit_options=frozenset(given), quiet=self._quiet)
-        environment = own_environment(config, given)
-        require_recovery(config, environment)
-        signals = stack.enter_context(StopSignals(launched=environment.source != "single"))
-        self._world, directory = self._resources.enter_context(join_launched_group(worker_config, environment))
-        # Within the loop alone: Python prints an error in it later, on the terminal.
-        rank, world_size = self._world.rank, self._world.world_size
-        stack.enter_context(
-            open_rank_log(directory, rank, world_size, quiet=self._quiet, log_format=config.records.log_format)
-        )
-        groups = FixedGroup(self._world)
         task = OwnLoop(Path(sys.argv[0]).name, self._parts)
-        request = RunRequest(
-            worker_config=worker_config.with_run_dir(directory.path),
-            task=task,
-            default_threads=default_threads(environment),
-        )
+        groups: Groups
+        if (started_here := started_rank(str(given["run_dir"]))) is not None:
+            signals = stack.enter_context(StopSignals(launched=True))
+            groups, directory = started_here.groups, started_here.directory
+            request = replace(started_here.request, task=task)
+            started_here.close = self.close
+            self._outlives_losses = not request.worker_config.config.parallel.shards_state
+        else:
+            environment = own_environment(config, given)
+            if environment.source == "single" and starts_ranks(worker_config):
+                start_ranks(worker_config)
+            require_recovery(config, environment)
+            signals = stack.enter_context(StopSignals(launched=environment.source != "single"))
+            self._world, directory = self._resources.enter_context(join_launched_group(worker_config, environment))
+            # Within the loop alone: Python prints an error in it later, on the terminal.
+            rank, world_size = self._world.rank, self._world.world_size
+            stack.enter_context(
+                open_rank_log(directory, rank, world_size, quiet=self._quiet, log_format=config.records.log_format)
+            )
+            groups = FixedGroup(self._world)
+            request = RunRequest(
+                worker_config=worker_config.with_run_dir(directory.path),
+                task=task,
+                default_threads=default_threads(environment),
+            )
         found = groups.load_manifest(directory)
         self._context, notes = set_up(request, groups, found["manifest"], directory, signals)
         if found["result"] is not None:
@@ -215,27 +241,62 @@ class Run:
             task.restore_modes()
             self.result = Result.of(found["result"])
             return
-        trainer = stack.enter_context(build_trainer(self._context, groups.world_size))
+        trainer = stack.enter_context(build_trainer(self._context, groups.world_size, groups.agent))
         self._states = trainer.states
         guard = stack.enter_context(OptimizerGuard(self._parts.optimizers.values()))
-        tracker = self._world.progress_tracker
+        members = groups.members(trainer)
+        self._resources.callback(members.close)  # the script may use the last group after the loop
+        for member in members:
+            self._world = member.world
+            with member:
+                yield from self._steps_in_group(trainer, member, guard, notes, started)
+            task.note_modes()
+            if member.result is not None:
+                break
+        else:
+            self._has_lost_group = True
+        result = member.result or directory.read_result()
+        assert result is not None, "the last group has the result"
+        self.result = Result.of(result)
+
+    def _steps_in_group(
+        self, trainer: Trainer, member: GroupMember, guard: OptimizerGuard, notes: list[str], started: float
+    ) -> Iterator[LoopStep]:
+        """Yield the steps of one group of ranks, and conclude the run if it ends in it.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        task, tracker = trainer.run.task, member.world.progress_tracker
+        assert isinstance(task, OwnLoop)
         with note_progress(tracker):
-            group = enter_group(trainer, self._world, notes)
-            if self._context.begins_fork_at(trainer.state.progress.version):
+            group = enter_group(trainer, member.world, notes)
+            member.joined()
+            if trainer.run.begins_fork_at(trainer.state.progress.version):
                 task.begin_fork()
-            else:
+            elif not self._has_entered:
                 task.warn_of_other_hyperparameters()
+            self._has_entered = True
             task.restore_modes()
             parameters = list(trainer.state.module.parameters())  # a walk through all modules
-            for step in trainer.steps(group):
-                assert isinstance(step, ComposedStep), "an own loop composes its steps"
-                self._step = LoopStep(step, group, trainer, guard, parameters, self._parts.trained)
+            for inner in trainer.steps(group):
+                assert isinstance(inner, ComposedStep), "an own loop composes its steps"
+                if group.can_lose_ranks:
+                    task.begin_body()
+                self._step = step = LoopStep(
+                    inner, group, trainer, guard, parameters, self._parts.trained, group.can_lose_ranks
+                )
                 tracker.suspend()
-                yield self._step
+                yield step
                 tracker.resume()
+                step.leave_group()
+                task.end_body()
+                if step.loss_of_rank is not None:
+                    raise step.loss_of_rank
                 self._require_state()
-                self._warn(self._step)
-            self.result = Result.of(conclude_run(trainer, group, started))
+                self._warn(step)
+            if trainer.finished:
+                member.result = conclude_run(trainer, group, started)
         tracker.wait()
 
     def _end_loop(self) -> None:
@@ -298,8 +359,15 @@ class Run:
         """
         if self._context is None or self._world is None:
             raise ConfigError("Run.evaluate() needs the ranks: call it within the loop over Run.steps(), or after it.")
-        with self._world.progress_tracker.at_work():
-            measured = self._evaluation(dataset, name).run(self._context, self._world, self._parts.module, metrics)
+        evaluation, modes = self._evaluation(dataset, name), TrainingModes(self._parts.module)
+        measured = None
+        if not (self._has_lost_group or (self._step is not None and self._step.loss_of_rank is not None)):
+            losses = suppress(PeerLostError) if self._outlives_losses else nullcontext()
+            with losses, self._world.progress_tracker.at_work():
+                measured = evaluation.run(self._context, self._world, self._parts.module, metrics)
+        if measured is None:  # the same numbers, of all data on this rank
+            modes.restore()
+            measured = evaluation.run(self._context, alone(self._world), self._parts.module, metrics)
         if self._step is not None:
             self._step.record_evaluation(name, measured)
         return measured
@@ -337,7 +405,10 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
     """
     for names, instead in (
         (OF_STEPS, "Give it to the loop: run.steps(epochs=3)."),
-        (OF_LAUNCHERS, "A launcher starts the ranks: torchrun --nproc-per-node 4 script.py, or paceline launch."),
+        (
+            OF_LAUNCHERS,
+            "nproc=4 starts four ranks here; on several nodes torchrun or paceline launch does.",
+        ),
         (
             OF_WRAPPERS,
             "The loss calls the script's own model: gradients are summed exactly, and torch.compile(model) works.",

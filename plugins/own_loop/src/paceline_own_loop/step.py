@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.core.errors import TaskError
+from paceline.core.errors import PeerLostError, TaskError
 from paceline.core.task import LossResult
+from paceline.torch_internals import count_writes
 from paceline.training.group_context import GroupContext
-from paceline.training.step import ComposedStep
+from paceline.training.session import clear_frames
+from paceline.training.step import ComposedStep, Pass, microbatch_loss
 from paceline.training.trainer import Trainer
 
 LossOfBatch = Callable[[Any], LossResult]
@@ -34,6 +36,7 @@ class LoopStep:
         ends_epoch: whether the epoch, or the run, ends with this step; False if the data is a stream.
         has_updated: whether :meth:`update` was called.
         left_training: whether gradients were computed with a model in evaluation mode that began in training mode.
+        loss_of_rank: the loss of another rank in this step, which the next group then recomputes; else None.
     """
 
     def __init__(
@@ -44,8 +47,12 @@ class LoopStep:
         guard: OptimizerGuard,
         parameters: Sequence[nn.Parameter],
         trained: Sequence[nn.Module],
+        outlives_losses: bool,
     ) -> None:
         self._inner = inner
+        self._outlives_losses = outlives_losses
+        self._writes = count_writes(parameters) if outlives_losses else []
+        self.loss_of_rank: PeerLostError | None = None
         self._group = group
         self._parameters = parameters
         self._optimizers_step = guard.open
@@ -82,8 +89,10 @@ class LoopStep:
         Raises:
             NonFiniteLossError: the loss or the gradient is NaN or infinite.
         """
-        with self._adding_up(names):
-            return self._inner.backward(lambda model, batch: loss(batch))
+        if self.loss_of_rank is None:
+            with self._surviving(), self._adding_up(names):
+                return self._inner.backward(lambda model, batch: loss(batch))
+        return self._backward_alone(loss)
 
     def backward_over_batch(
         self,
@@ -98,8 +107,10 @@ class LoopStep:
             loss: takes the embeddings of all N samples, (N, ...); returns a scalar, the mean over the batch.
             names: as for :meth:`backward`.
         """
-        with self._adding_up(names):
-            return self._inner.backward_over_batch(lambda model, batch: embed(batch), loss)
+        if self.loss_of_rank is None:
+            with self._surviving(), self._adding_up(names):
+                return self._inner.backward_over_batch(lambda model, batch: embed(batch), loss)
+        return self._backward_alone(lambda batch: loss(embed(batch)))
 
     def update(self, *names: str, clip_norm: float | None = None, closure: Callable[[], float] | None = None) -> None:
         """Step optimizers with the gradients as they are now.
@@ -109,6 +120,9 @@ class LoopStep:
             clip_norm: the 2-norm to which the gradients of these optimizers' parameters are scaled down.
             closure: computes the loss again, by :meth:`backward`, for optimizers that need it, such as ``LBFGS``.
         """
+        if self.loss_of_rank is not None:
+            self.has_updated = True
+            return
         if self._trainer.state.progress.measured:
             raise TaskError(
                 "step.update() was called after run.evaluate(), so the evaluated model is not the one that is saved as "
@@ -141,6 +155,49 @@ class LoopStep:
                 raise TaskError(f"step.log({name}=...) takes a number, not {value!r:.100}.") from error
 
     @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Keep the error of a lost rank, and the state before the step, where a next group follows."""
+        try:
+            yield
+        except PeerLostError as error:
+            if not self._outlives_losses:
+                raise
+            clear_frames(error)
+            self.loss_of_rank = error
+            states = self._trainer.states
+            if states.valid:  # nothing but buffers has changed, and what the body's beginning has kept
+                states.invalidate()
+                if count_writes(self._parameters) == self._writes:
+                    self._group.strategy.rollback()
+                    states.keep_copy()
+
+    def _backward_alone(self, loss: LossOfBatch) -> float:
+        """Compute the mean loss and gradient of this rank's micro-batches, with which the body continues to its end.
+
+        Hooks of the reducer are not called.
+        """
+        current = Pass(lambda model, microbatch: loss(microbatch.batch), self._inner.passes)
+        parameters = [parameter for parameter in self._parameters if parameter.requires_grad]
+        sums = [torch.zeros_like(parameter) for parameter in parameters]
+        total = weight = 0.0
+        for microbatch in self._inner.microbatches:
+            value = microbatch_loss(self._trainer.run, self._trainer.state.module, self.step, microbatch, current)
+            for gradient, added in zip(
+                sums, torch.autograd.grad(value.sum, parameters, allow_unused=True), strict=True
+            ):
+                if added is not None:
+                    gradient.add_(added)
+            total += float(value.sum.detach())
+            weight += float(value.weight)
+        for parameter, gradient in zip(parameters, sums, strict=True):
+            parameter.grad = gradient.div_(weight or 1.0)
+        return total / (weight or 1.0)
+
+    def leave_group(self) -> None:
+        """Release the group, whose connections the script's variable would keep open."""
+        del self._inner, self._group, self._trainer
+
+    @contextmanager
     def _adding_up(self, names: tuple[str, ...]) -> Iterator[None]:
         """Add a pass's gradients, of some optimizers' parameters or all, to those that wait for an update."""
         state = self._trainer.state
@@ -168,6 +225,8 @@ class LoopStep:
 
         With ``best_metric`` that of "val" is entered when the step is committed, and may make its model the best.
         """
+        if self.loss_of_rank is not None:
+            return
         self._inner.align_random_numbers()
         if name == "val" and self._trainer.run.config.evaluation.best_metric is not None:
             self._trainer.state.progress.measured = dict(metrics)
