@@ -380,9 +380,8 @@ class AgentClient:
 
     def beat(self) -> None:
         """Send a heartbeat now."""
-        pulse, tracker = self.pulse, self.progress_tracker
-        phase = tracker.stage if tracker.stage == "script" else pulse.phase
-        self._channel.send(WorkerHeartbeat(pulse.step, pulse.version, phase, tracker.overdue))
+        pulse = self.pulse
+        self._channel.send(WorkerHeartbeat(pulse.step, pulse.version, pulse.phase, self.progress_tracker.overdue))
 
     def fail(self, failure: FailureRecord) -> None:
         """Report the error that ends this process."""

@@ -200,11 +200,10 @@ class GroupMember:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not (self.outlives_losses and isinstance(error, PeerLostError)):
-            return False
-        self.why = str(error)
-        clear_frames(error)
-        return True
+        if outlives := self.outlives_losses and isinstance(error, PeerLostError):
+            self.why = str(error)
+            clear_frames(error)
+        return outlives
 
 
 class FixedGroup:
@@ -272,8 +271,7 @@ class ElasticGroups:
         comm_debug: bool,
         on_rank_0: Callable[[], None],
     ) -> None:
-        self.agent: AgentClient | None = agent
-        self._agent = agent
+        self.agent = agent
         self._on_rank_0 = on_rank_0
         self._open_group = partial(open_process_group, agent=agent, local=local, comm_debug=comm_debug)
         self.device = local.device
@@ -296,7 +294,7 @@ class ElasticGroups:
         signals = trainer.run.signals
         generation, why = -1, "has just started"
         while True:
-            assignment = self._agent.next_group(
+            assignment = self.agent.next_group(
                 generation, why, lambda: bool(signals.received) and not trainer.states.valid
             )
             if assignment is None:
@@ -306,14 +304,14 @@ class ElasticGroups:
                 )
             if assignment.rank == 0:
                 self._on_rank_0()
-            self._agent.progress_tracker.wait()
+            self.agent.progress_tracker.wait()
             trainer.run.directory.wait_for_disk()
-            self._agent.progress_tracker.join()
+            self.agent.progress_tracker.join()
             generation, result = assignment.generation, None
             try:
                 with self._open_group(assignment) as world:
                     self._unconnected_since = math.inf
-                    member = GroupMember(world, partial(self._agent.joined, generation), outlives_losses=True)
+                    member = GroupMember(world, partial(self.agent.joined, generation), outlives_losses=True)
                     yield member
                     # Not while an error is handled: its frames would keep the group's connections open.
                     trainer.leave_group()

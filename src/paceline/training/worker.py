@@ -104,9 +104,8 @@ def _run_under_agent(
     from paceline.training.session import ElasticGroups, train
 
     config = worker_config.config
-    counts, world_size = config.processes.nproc, worker_config.world_size
+    counts = config.processes.nproc
     assert counts is not None, "an agent counts the processes"
-    assert world_size is not None
     (processes,) = counts
     environment = Environment(
         rank=local_index, world_size=processes, local_rank=local_index, local_world_size=processes, source="variables"
@@ -134,7 +133,7 @@ def _run_under_agent(
                 config.processes.device, config.processes.backend, local_rank=local_index, expected=worker_config.device
             ),
             processes=processes,
-            world_size=world_size,
+            world_size=worker_config.world_size or processes,
             comm_debug=config.processes.comm_debug,
             on_rank_0=show_at_rank_0,
         )

@@ -24,6 +24,7 @@ from paceline.core.job import WorkerConfig
 from paceline.core.standard_streams import open_closed_streams
 from paceline.core.task import Callback, Task
 from paceline.core.task_loading import refuse_call_at_import
+from paceline.elastic.worker_channel import HeartbeatState
 from paceline.launch.local_run import own_environment, require_recovery
 from paceline.parallel.progress import note_progress
 from paceline.parallel.world import World
@@ -134,6 +135,7 @@ class Run:
         self._has_begun = False
         self._has_entered = False
         self._outlives_losses = False
+        self._pulse = HeartbeatState()
         self._has_lost_group = False
         self._has_warned = False
         self._is_looping = False
@@ -212,6 +214,7 @@ class Run:
         if (started_here := started_rank(str(given["run_dir"]))) is not None:
             signals = stack.enter_context(StopSignals(launched=True))
             groups, directory = started_here.groups, started_here.directory
+            self._pulse = started_here.groups.agent.pulse
             request = replace(started_here.request, task=task)
             started_here.close = self.close
             self._outlives_losses = not request.worker_config.config.parallel.shards_state
@@ -286,9 +289,11 @@ class Run:
                 self._step = step = LoopStep(
                     inner, group, trainer, guard, parameters, self._parts.trained, group.can_lose_ranks
                 )
+                self._pulse.phase = "script"  # which may take long to leave a broken group
                 tracker.suspend()
                 yield step
                 tracker.resume()
+                self._pulse.phase = "training"
                 step.leave_group()
                 task.end_body()
                 if step.loss_of_rank is not None:
