@@ -157,17 +157,21 @@ class LoopStep:
     @contextmanager
     def _surviving(self) -> Iterator[None]:
         """Keep the error of a lost rank, and the state before the step, where a next group follows."""
+        is_first = not (self._inner.passes or self.has_updated or self._is_updating)
         try:
             yield
+            if is_first:  # what the script changed before needs no copy of the whole state
+                self._inner.changed_before_pass = False
         except PeerLostError as error:
             if not self._outlives_losses:
                 raise
             clear_frames(error)
             self.loss_of_rank = error
             states = self._trainer.states
-            if states.valid:  # nothing but buffers has changed, and what the body's beginning has kept
+            if states.valid:
                 states.invalidate()
-                if count_writes(self._parameters) == self._writes:
+                # A first pass changes only buffers, and the task has kept what the script may have changed before it.
+                if is_first and count_writes(self._parameters) == self._writes:
                     self._group.strategy.rollback()
                     states.keep_copy()
 
