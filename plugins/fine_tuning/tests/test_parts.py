@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +17,12 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.training.optim import current_lr, scaled_lr
+from paceline.training.optim import EMA, current_lr, scaled_lr
 from paceline_fine_tuning.adapters import add_adapters, merge_adapters
 from paceline_fine_tuning.initialization import initialise
 from paceline_fine_tuning.options import Lora, parse_lora, parse_lr_scale
 from paceline_fine_tuning.parameters import freeze, matches, scale_lr
+from paceline_fine_tuning.quantization import QuantizedLinear, dequantize
 
 
 def _model(classes: int = 3) -> nn.Sequential:
@@ -228,6 +232,73 @@ def test_layers_of_gpt2_have_adapters() -> None:
     torch.testing.assert_close(plain(words).logits, model(words).logits)
     with pytest.raises(ConfigError, match="one of them not square"):
         add_adapters(GPT2LMHeadModel(config), Lora(targets=("attn.c_proj",)))
+
+
+@pytest.mark.integration  # as the next: the import of bitsandbytes takes seconds
+def test_quantized_layers_compute_with_the_weights_that_a_merge_has() -> None:
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(24, 50), nn.Linear(50, 5, bias=False), nn.Linear(5, 2))
+    model, weight = copy.deepcopy(plain), plain[0].weight.detach()
+    lora = parse_lora("rank=2,quantize=nf4")
+    add_adapters(model, lora)
+    base = model[0].base_layer
+    assert isinstance(base, QuantizedLinear)
+    assert base.packed.nbytes == -(-24 * 50 // 64) * 32, "half a byte for each weight"
+    rounded = dequantize(base.packed, base.scales, (50, 24))
+    assert 0 < (rounded - weight).abs().max() < 0.16 * weight.abs().max(), "half of NF4's largest step"
+    with torch.no_grad():
+        model[0].lora_B["default"].weight.normal_()
+    plain.load_state_dict(merge_adapters(model.state_dict(), lora))
+    points = torch.randn(3, 24, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        outputs = model(points)
+    assert not [tensor for tensor in kept if tensor.shape in ((50, 24), (5, 50))], "no dequantized weight"
+    torch.testing.assert_close(outputs, plain(points))
+    for compared in (model, plain):
+        points.grad = None
+        compared(points).square().sum().backward()
+        compared.slopes = points.grad
+    torch.testing.assert_close(model.slopes, plain.slopes)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(points).dtype == torch.bfloat16
+
+
+@pytest.mark.integration
+def test_an_average_of_quantized_weights_is_their_copy() -> None:
+    pytest.importorskip("bitsandbytes")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
+    add_adapters(model, Lora(quantize="nf4"))
+    average = EMA(copy.deepcopy(model), 0.9)
+    for _ in range(3):
+        average.update_parameters(model)
+    packed = model[0].base_layer.packed
+    assert torch.equal(average.module[0].base_layer.packed, packed)
+    assert packed.unique().numel() > 99
+
+
+def test_what_cannot_be_quantized_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    with pytest.raises(ConfigError, match=r"quantize=nf4 is for torch.nn.Linear"):
+        add_adapters(GPT2LMHeadModel(config), Lora(quantize="nf4"))
+    with pytest.raises(ConfigError, match=r"--strategy tp cannot split quantized weights. Use fsdp."):
+        RunConfig(lora="rank=2,quantize=nf4", strategy="tp")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match=r"needs bitsandbytes, .* Install it: pip install"):
+        add_adapters(_model(), Lora(quantize="nf4"))
+
+
+@pytest.mark.integration
+def test_no_kernel_is_downloaded_when_bitsandbytes_is_imported(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    (tmp_path / "kernels.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    code = "from paceline_fine_tuning.quantization import require_bitsandbytes; require_bitsandbytes()"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path) as process:
+        assert process.wait(60) == 0
+    assert not (tmp_path / "ran").exists()
 
 
 def test_adapters_need_a_linear_layer() -> None:

@@ -27,7 +27,6 @@ from paceline_pages.recorded_metrics import check_run
 pytestmark = pytest.mark.integration  # accelerate, which transformers imports, starts processes
 
 WORDS = torch.arange(3, 12)[None]
-ADAPTERS = {"lora": "rank=2"}
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +45,13 @@ def fit(files: Path, run: Path, model: Path | None = None, **options: Any) -> pa
     return paceline.fit(task, run_dir=run, quiet=True, **options)
 
 
-@pytest.fixture(scope="module")
-def adapted(files: Path) -> Path:
+@pytest.fixture(scope="module", params=["rank=2", pytest.param("rank=2,quantize=nf4", marks=pytest.mark.slow)])
+def adapted(request: pytest.FixtureRequest, files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a moving average and a best model."""
+    run = tmp_path_factory.mktemp("runs") / "run"
     more = {"val_fraction": 0.25, "eval_every": "1steps", "checkpoint_every": "1steps", "keep_checkpoints": 9}
-    fit(files, files / "run", ema=0.5, **ADAPTERS, **more)
-    return files / "run"
+    fit(files, run, ema=0.5, lora=request.param, **more)
+    return run
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -71,6 +71,7 @@ def test_a_checkpoint_holds_the_adapters_and_names_the_base(adapted: Path, files
     assert sum(file.stat().st_size for file in path.iterdir()) < 2**17
 
 
+@pytest.mark.slow
 def test_what_reads_a_run_has_the_whole_model(adapted: Path, files: Path, tmp_path: Path) -> None:
     trained = paceline.load(adapted, "last")
     base = AutoModelForCausalLM.from_pretrained(files / "model", dtype=torch.float32)
@@ -96,8 +97,8 @@ def test_a_fork_continues_on_the_base_where_it_is_now(adapted: Path, files: Path
 
 
 def test_another_base_is_refused_and_a_missing_one_named(files: Path, tmp_path: Path) -> None:
-    shutil.copytree(files, tmp_path / "own", ignore=shutil.ignore_patterns("run"))
-    fit(tmp_path / "own", tmp_path / "run", **ADAPTERS, max_steps=1)
+    shutil.copytree(files, tmp_path / "own")
+    fit(tmp_path / "own", tmp_path / "run", lora="rank=2", max_steps=1)
     model = tmp_path / "own" / "model"
     model.rename(tmp_path / "away")
     recorded = tomllib.loads((tmp_path / "run" / "run.toml").read_text())["base"]["sha256"]

@@ -259,6 +259,8 @@ def test_a_new_model_has_as_many_positions_as_its_context(llama: Path, tmp_path:
         *((kind, strategy, ()) for kind in ("llama", "qwen2", "gpt2") for strategy in ("ddp", "zero1", "fsdp")),
         ("qwen2", "ddp", ("--lora", "rank=4")),
         ("llama", "fsdp", ("--lora", "rank=4")),
+        ("qwen2", "ddp", ("--lora", "rank=4,quantize=nf4")),
+        ("llama", "fsdp", ("--lora", "rank=4,quantize=nf4")),
     ],
 )
 def test_killed_on_two_processes_and_resumed_on_three(

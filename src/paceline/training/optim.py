@@ -46,7 +46,7 @@ class EMA(AveragedModel):
         ]
         derived = {id(buffer) for child in self._parametrizations for buffer in child.buffers()}
         self._updates: list[Literal["average", "copy", "derive"]] = []
-        self._updates += ["average"] * sum(1 for _ in module.parameters())
+        self._updates += ["copy" if p.dtype == torch.uint8 else "average" for p in module.parameters()]  # quantized
         for buffer in module.buffers():
             has_mean = buffer.is_floating_point() or buffer.is_complex()
             has_mean = has_mean and bool(local_shard(buffer).isfinite().all())

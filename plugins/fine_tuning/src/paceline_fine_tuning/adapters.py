@@ -17,6 +17,7 @@ from paceline.core.plugins import install_command
 from paceline.runs.rank_log import silence_loggers
 from paceline.torch_internals import PYTREE_LOGGER
 from paceline_fine_tuning.options import ALL_LINEAR, Lora
+from paceline_fine_tuning.quantization import QuantizedLinear, dequantize, hide_modules, require_bitsandbytes
 
 _BASE, _A, _B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 NOISY = ("torchao", PYTREE_LOGGER)
@@ -46,6 +47,10 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
     require_peft()
     from peft import LoraConfig, inject_adapter_in_model
 
+    if lora.quantize is not None:
+        if any(transposed):
+            raise ConfigError("--lora quantize=nf4 is for torch.nn.Linear, and not for the Conv1D of GPT-2.")
+        require_bitsandbytes()
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -60,6 +65,9 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
             inject_adapter_in_model(config, module)
     except ValueError as error:
         raise ConfigError(f"--lora: peft refuses these layers: {error} Name others with target=.") from error
+    for name in layers if lora.quantize is not None else ():
+        adapter: Any = module.get_submodule(name)
+        adapter.base_layer = QuantizedLinear(adapter.base_layer)
 
 
 def target_layers(module: nn.Module, lora: Lora) -> list[str]:
@@ -112,7 +120,8 @@ def require_peft() -> None:
         ConfigError: it cannot be imported.
     """
     try:
-        with silence_loggers(*NOISY):
+        # It would import bitsandbytes for layers that are not used here, which takes seconds.
+        with silence_loggers(*NOISY), hide_modules("bitsandbytes"):
             import peft  # noqa: F401
     except ImportError as error:
         raise ConfigError(
@@ -126,8 +135,17 @@ def adapted_layers(state: Mapping[str, Any]) -> list[str]:
 
 
 def base_weights(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of the task's own model as it was before adapters were trained around its layers."""
-    return {name.replace(_BASE, "."): tensor for name, tensor in state.items() if not name.endswith((_A, _B))}
+    """Return the state of the task's own model as it was before adapters were trained around its layers.
+
+    Quantized weights are dequantized.
+    """
+    plain = {name.replace(_BASE, "."): tensor for name, tensor in state.items() if not name.endswith((_A, _B))}
+    for layer in adapted_layers(state):
+        if f"{layer}.packed" in plain:
+            a, b = matrices(state, layer)
+            packed, scales = (plain.pop(f"{layer}.{part}") for part in ("packed", "scales"))
+            plain[f"{layer}.weight"] = dequantize(packed, scales, (len(b), a.shape[1]))
+    return plain
 
 
 def matrices(state: Mapping[str, Any], layer: str) -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from paceline.core.errors import ConfigError
 from paceline.core.files import check_location
@@ -33,12 +33,14 @@ class Lora:
         alpha: scales the product, as above.
         dropout: probability of dropping an adapter's input.
         targets: patterns of the layers' names; :data:`ALL_LINEAR` alone for all.
+        quantize: what the weights of these layers are quantized to; None: nothing.
     """
 
     rank: int = 8
     alpha: int = 16
     dropout: float = 0.0
     targets: tuple[str, ...] = (ALL_LINEAR,)
+    quantize: Literal["nf4"] | None = None
 
     @property
     def scaling(self) -> float:
@@ -74,11 +76,11 @@ def parse_lora(text: str) -> Lora:
     """
     settings: dict[str, str] = {}
     for word in text.split(","):
-        match = re.fullmatch(r"\s*(rank|alpha|dropout|target)\s*=\s*(\S+)\s*", word)
+        match = re.fullmatch(r"\s*(rank|alpha|dropout|target|quantize)\s*=\s*(\S+)\s*", word)
         if match is None or match[1] in settings:
             raise ConfigError(
-                "--lora must be like rank=8,alpha=16,target=query|value, with rank, alpha, dropout and "
-                f"target at most once each, but is {text!r}."
+                "--lora must be like rank=8,alpha=16,target=query|value, with rank, alpha, dropout, target and "
+                f"quantize at most once each, but is {text!r}."
             )
         settings[match[1]] = match[2]
     try:
@@ -95,7 +97,11 @@ def parse_lora(text: str) -> Lora:
     targets = tuple(name for name in settings.get("target", ALL_LINEAR).split("|") if name)
     if not targets or (ALL_LINEAR in targets and len(targets) > 1):
         raise ConfigError(f"--lora {text}: target must be {ALL_LINEAR}, or layer names separated by |.")
-    return Lora(rank=rank, alpha=alpha, dropout=dropout, targets=targets)
+    if settings.get("quantize", "nf4") != "nf4":
+        raise ConfigError(f"--lora {text}: quantize must be nf4, or left out.")
+    return Lora(
+        rank=rank, alpha=alpha, dropout=dropout, targets=targets, quantize="nf4" if "quantize" in settings else None
+    )
 
 
 _fine_tuning_option = partial(option, group="Fine-tuning", resume="fixed", bits="always", scope="training")
@@ -134,7 +140,8 @@ class FineTuningOptions(OptionGroup):
     lora: Lora | None = _fine_tuning_option(
         None,
         "Train only low-rank adapters of linear layers, such as rank=8,alpha=16,target=query|value. "
-        "Default target: all linear layers but the last; dropout=0.1 may be added.",
+        "Default target: all linear layers but the last; dropout=0.1 may be added, and quantize=nf4, which keeps their "
+        "frozen weights in four bits (QLoRA).",
         parse=parse_lora,
     )
 
@@ -149,6 +156,8 @@ class FineTuningOptions(OptionGroup):
             check_location(self.init_from, "--init-from")
         if self.lora is None:
             return
+        if self.lora.quantize is not None and "tp" in config.strategies:
+            raise ConfigError("--lora quantize=nf4: --strategy tp cannot split quantized weights. Use fsdp.")
         if self.freeze:
             raise ConfigError("--lora trains only its adapters, so --freeze has no effect. Leave one of them out.")
         if self.lr_scale:
