@@ -189,17 +189,24 @@ def test_in_place_recovery_names_what_to_give() -> None:
     require_replaceable(restarted.replace(strategy="fsdp"), restarted)
 
 
-def test_processes_share_the_machine() -> None:
+@pytest.mark.parametrize("limits", [(), (2**30, 2**40)])
+def test_processes_share_the_machine(monkeypatch: pytest.MonkeyPatch, limits: tuple[int, ...]) -> None:
+    monkeypatch.setattr(strategy_selection, "cgroup_limits", lambda: limits)
     cpu = torch.device("cpu")
     one = strategy_selection.memory_per_process(cpu, 1)
     assert strategy_selection.memory_per_process(cpu, 4) == one // 4
+    assert (one == 2**30) is bool(limits)
 
 
 def test_the_memory_is_that_of_the_tightest_control_group(tmp_path: Path) -> None:
     for group, limit in {"": "max", "slurm": "9000", "slurm/job": "max", "other": "1"}.items():
         (tmp_path / group).mkdir(exist_ok=True)
         (tmp_path / group / "memory.max").write_text(f"{limit}\n")
-    assert list(strategy_selection.cgroup_limits("0::/slurm/job\n", tmp_path)) == [9000]
+    groups = tmp_path / "groups"
+    assert list(strategy_selection.cgroup_limits(groups, tmp_path)) == []
+    groups.write_text("0::/slurm/job\n")
+    assert list(strategy_selection.cgroup_limits(groups, tmp_path)) == [9000]
     (tmp_path / "memory" / "job").mkdir(parents=True)
     (tmp_path / "memory" / "job" / "memory.limit_in_bytes").write_text("5000\n")
-    assert list(strategy_selection.cgroup_limits("4:memory:/job/step\n3:cpuset:/job\n0::/\n", tmp_path)) == [5000]
+    groups.write_text("4:memory:/job/step\n3:cpuset:/job\n0::/\n")
+    assert list(strategy_selection.cgroup_limits(groups, tmp_path)) == [5000]

@@ -109,10 +109,6 @@ _FITS_FACTOR = 16
 optimizer holds, and activations as large as all of these."""
 
 
-class _MeasurementError(ConfigError):
-    """The forked process that measures a model cannot tell."""
-
-
 _BEGIN_S = (2.0, 4.0, 8.0, 16.0, 32.0)
 """How long each forked process has to begin; on a busy machine it may only be slow."""
 
@@ -126,18 +122,13 @@ def memory_per_process(device: torch.device, processes: int) -> int:
     if device.type == "cuda":
         total = int(torch.cuda.get_device_properties(device).total_memory)
     else:
-        groups = Path("/proc/self/cgroup")
-        total = min(psutil.virtual_memory().total, *cgroup_limits(groups.read_text() if groups.exists() else ""))
+        total = min([psutil.virtual_memory().total, *cgroup_limits()])
     return total // max(1, processes)
 
 
-def cgroup_limits(groups: str, root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Yield the bytes to which control groups limit a process: those of its group, and of the ones around it.
-
-    Args:
-        groups: the content of ``/proc/PID/cgroup``.
-    """
-    for line in groups.splitlines():
+def cgroup_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """Yield the bytes to which control groups limit a process: those of its group, and of the ones around it."""
+    for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):  # of versions 2 and 1
             group = root / controllers / path.strip("/")
@@ -212,6 +203,10 @@ def _parameter_bytes(task: Task) -> int | None:
         return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     except Exception:  # it will be said when the model is built for real
         return None
+
+
+class _MeasurementError(ConfigError):
+    """The forked process that measures a model cannot tell."""
 
 
 def _require_room(config: ResolvedConfig, task: Task, memory: int) -> None:
