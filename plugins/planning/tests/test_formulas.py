@@ -35,7 +35,6 @@ PIECES = tuple(
         name=name,
         parameter_bytes=nbytes,
         gradient_bytes=nbytes,
-        largest_gradient=nbytes,
         buffer_bytes=0,
         shares=None,
     )
@@ -43,7 +42,13 @@ PIECES = tuple(
 )
 # Each piece saves 200, 200 and 100, hands on 50, and makes its gradient in backward.
 EVENTS = ((0, 200), (1, 200), (2, 100), (2, 1200), (2, -1300), (1, 1200), (1, -1400), (0, 1000), (0, -1200))
-TRACE = MemoryTrace(events=EVENTS, forward_events=3, flops=(400_000, 300_000, 300_000), output_bytes=(50, 50, 4))
+TRACE = MemoryTrace(
+    events=EVENTS,
+    forward_events=3,
+    flops=(400_000, 300_000, 300_000),
+    output_bytes=(50, 50, 4),
+    gradient_events=frozenset({3, 5, 7}),
+)
 # Backward computes a third of all once more.
 TRACES: dict[Variant, MemoryTrace] = {
     ("fp32", "none"): TRACE,
@@ -53,7 +58,6 @@ TRACES: dict[Variant, MemoryTrace] = {
 WHOLE = ModelPart(
     parameter_bytes=4000,
     gradient_bytes=4000,
-    largest_gradient=1200,
     buffer_bytes=0,
     optimizer_bytes=8000,
     optimizer_temporary=0,
@@ -63,10 +67,10 @@ WHOLE = ModelPart(
     lowered_root_bytes=900,
     lowered_block_bytes=(500, 600, 400),
     activations={
-        ("fp32", "none"): Activations(saved=500, peak=1700),
-        ("fp32", "selective"): Activations(saved=200, peak=1450),
-        ("fp32", "block"): Activations(saved=104, peak=1350),
-        ("bf16 gathers", "none"): Activations(saved=250, peak=1500),
+        ("fp32", "none"): Activations(saved=500, peak=1700, peak_without_gradients=500),
+        ("fp32", "selective"): Activations(saved=200, peak=1450, peak_without_gradients=250),
+        ("fp32", "block"): Activations(saved=104, peak=1350, peak_without_gradients=150),
+        ("bf16 gathers", "none"): Activations(saved=250, peak=1500, peak_without_gradients=300),
     },
 )
 # Three quarters of all that is there are split; what is added up is 600 bytes of a micro-batch.
@@ -74,7 +78,6 @@ HALF = dataclasses.replace(
     WHOLE,
     parameter_bytes=2500,
     gradient_bytes=2500,
-    largest_gradient=750,
     optimizer_bytes=5000,
     flops=625_000,
     reduced_bytes=600,
@@ -82,7 +85,9 @@ HALF = dataclasses.replace(
     block_bytes=(625, 750, 500),
     lowered_root_bytes=550,
     lowered_block_bytes=(312, 375, 250),
-    activations={variant: Activations(saved=400, peak=1100) for variant in WHOLE.activations},
+    activations={
+        variant: Activations(saved=400, peak=1100, peak_without_gradients=400) for variant in WHOLE.activations
+    },
 )
 M = Measurement(
     microbatch=1,
@@ -243,8 +248,8 @@ def test_micro_batches_that_stages_hold(schedule: Any, of_stages: list[int]) -> 
 
 
 def test_pieces_own_what_they_make() -> None:
-    assert activations(TRACE, 0, 3) == Activations(saved=500, peak=1700)
-    assert activations(TRACE, 0, 1) == Activations(saved=200, peak=1200)
+    assert activations(TRACE, 0, 3) == Activations(saved=500, peak=1700, peak_without_gradients=500)
+    assert activations(TRACE, 0, 1) == Activations(saved=200, peak=1200, peak_without_gradients=200)
     assert activations(TRACE, 1, 3).peak == 200 + 100 + 1200
 
 

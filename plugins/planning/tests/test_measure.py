@@ -60,7 +60,6 @@ def test_two_matrices() -> None:
     assert m.built_for_real is None
     assert m.parameters == 16 * 32 + 32 * 4
     assert m.whole.parameter_bytes == m.whole.gradient_bytes == m.whole.optimizer_bytes == 4 * m.parameters
-    assert m.whole.largest_gradient == 4 * 16 * 32
     # What ReLU returned, what was squared, the loss and its sum; the batch is not the model's.
     assert m.whole.activations["fp32", "none"].saved == 4 * (8 * 32 + 8 * 4 + 2)
     # At the end of backward: the first weight's new gradient, that of its output, and three scalars.
@@ -69,6 +68,12 @@ def test_two_matrices() -> None:
     # Forward; both weights' gradients, and that of the first one's output.
     assert m.whole.flops == 2 * 8 * (2 * 16 * 32 + 3 * 32 * 4)
     assert m.modules == {"0": 4 * 512, "1": 0, "2": 4 * 128}
+
+
+def test_new_gradients_of_weights_are_told_from_activations() -> None:
+    held = measure(Two(width=4096), 1, "cpu").whole.activations["fp32", "none"]
+    assert held.peak >= 4 * 16 * 4096
+    assert held.peak_without_gradients < 4 * 4 * 4096, "rows of the hidden layer"
 
 
 def test_adam_holds_two_numbers_a_parameter_and_its_steps() -> None:

@@ -39,7 +39,7 @@ def test_64_billion_parameters_on_a_laptop(run_processes: Any) -> None:
     assert not fits["fsdp", "exact", "bf16", "none"], "autocast's copies of all weights"
     assert not fits["fsdp", "exact", "bf16", "block"], "they live until forward ends"
     assert gathers["fits"], "there are none"
-    assert "--fsdp-mixed-precision" in made["command"]
+    assert "--precision bf16" in made["command"]
     assert fits["pp", "exact", "fp32", "none"]
     assert "--microbatches 64" in made["command"]
 

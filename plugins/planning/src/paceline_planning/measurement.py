@@ -355,7 +355,6 @@ def _part(module: nn.Module, inner: list[nn.Module], traces: Mapping[Variant, Me
     return ModelPart(
         parameter_bytes=nbytes(module.parameters()),
         gradient_bytes=nbytes(trained),
-        largest_gradient=max(nbytes([parameter]) for parameter in trained),
         buffer_bytes=nbytes(module.buffers()),
         flops=sum(traces["fp32", "none"].flops),
         root_bytes=root,
@@ -432,7 +431,10 @@ def _run(
     known = [*module.parameters(), *module.buffers(), *gradients, *_tensors(batch)]
     live = MemoryTracker(known, weights=module.parameters())
     watched = Watched([child for _, child in candidates], live)
-    with live, watched.hooked():
+    with live, watched.hooked(), ExitStack() as hooks:
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                hooks.callback(parameter.register_hook(live.mark_gradient).remove)
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             loss, _ = split_values(task.loss(module, batch))
         total = loss.sum if isinstance(loss, Loss) else loss * microbatch
@@ -450,11 +452,14 @@ def _run(
         forward_events=forward_events,
         flops=tuple(live.flops.get(index, 0) for index in order),
         output_bytes=tuple(watched.output_bytes.get(index, 0) for index in order),
+        gradient_events=frozenset(live.gradients),
     )
+    kept = [number for number in range(len(events)) if number not in live.copies]
     without_copies = dataclasses.replace(
         trace,
-        events=tuple(event for number, event in enumerate(events) if number not in live.copies),
-        forward_events=forward_events - sum(number < forward_events for number in live.copies),
+        events=tuple(events[number] for number in kept),
+        forward_events=sum(number < forward_events for number in kept),
+        gradient_events=frozenset(place for place, number in enumerate(kept) if number in live.gradients),
     )
     return trace, without_copies, [candidates[index] for index in order]
 
@@ -477,7 +482,6 @@ def _pieces(module: nn.Module, called: Sequence[tuple[str, nn.Module]]) -> tuple
                 name=name,
                 parameter_bytes=nbytes(own),
                 gradient_bytes=nbytes(trained),
-                largest_gradient=max((nbytes([p]) for p in trained), default=0),
                 buffer_bytes=nbytes(child.buffers()),
                 shares=min(shared, default=None),
             )

@@ -32,6 +32,7 @@ class MemoryTracker(TorchDispatchMode):
         owner: the current part of the model, to which new storages and operations are attributed.
         events: (owner, bytes more or less), in order.
         copies: the places in ``events`` of weights that were cast, and of their end.
+        gradients: those of the weights' new gradients; :meth:`mark_gradient` adds to them.
         flops: by owner: of matrix products, convolutions and attention.
 
     Args:
@@ -46,11 +47,12 @@ class MemoryTracker(TorchDispatchMode):
         self.owner = 0
         self.events: list[tuple[int, int]] = []
         self.copies: set[int] = set()
+        self.gradients: set[int] = set()
         self.flops: dict[int, int] = {}
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._living: set[weakref.ref[Any]] = set()
         for tensor in known:
-            self._seen.add(tensor.untyped_storage())
+            self._seen[tensor.untyped_storage()] = _BEFORE
         self._weights = weakref.WeakSet(tensor.untyped_storage() for tensor in weights)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,27 +71,39 @@ class MemoryTracker(TorchDispatchMode):
                 self._count(leaf.untyped_storage())
         return result
 
+    def mark_gradient(self, gradient: torch.Tensor) -> None:
+        """Take a tensor for the new gradient of a weight."""
+        place = self._seen.get(gradient.untyped_storage(), _BEFORE)
+        if place != _BEFORE:
+            self.gradients.add(place)
+
     def _count(self, storage: Any, is_copy: bool = False) -> None:
         if storage in self._seen:
             return
-        self._seen.add(storage)
-        self._change(self.owner, storage.nbytes(), is_copy)
+        place = self._seen[storage] = len(self.events)
+        if is_copy:
+            self.copies.add(place)
+        self._change(self.owner, storage.nbytes())
         self.peak = max(self.peak, self.now)
-        gone = partial(self._gone, self.owner, storage.nbytes(), is_copy)
+        gone = partial(self._gone, self.owner, storage.nbytes(), place)
         self._living.add(weakref.ref(storage, gone))
 
-    def _gone(self, owner: int, nbytes: int, is_copy: bool, reference: weakref.ref[Any]) -> None:
+    def _gone(self, owner: int, nbytes: int, place: int, reference: weakref.ref[Any]) -> None:
         self._living.discard(reference)
-        self._change(owner, -nbytes, is_copy)
+        for kind in (self.copies, self.gradients):
+            if place in kind:
+                kind.add(len(self.events))
+        self._change(owner, -nbytes)
 
-    def _change(self, owner: int, nbytes: int, is_copy: bool) -> None:
+    def _change(self, owner: int, nbytes: int) -> None:
         self.now += nbytes
-        if is_copy:
-            self.copies.add(len(self.events))
         self.events.append((owner, nbytes))
 
 
 _CAST = torch.ops.aten._to_copy.default
+
+_BEFORE = -1
+"""The place of what was there before."""
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -128,10 +142,12 @@ class Activations:
     Attributes:
         saved: kept for backward when forward is done; weights that autocast has converted are among it.
         peak: the most at any time of forward and backward, new gradients included.
+        peak_without_gradients: the same without the weights' new gradients.
     """
 
     saved: int
     peak: int
+    peak_without_gradients: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +158,6 @@ class ModelPart:
 
     Attributes:
         gradient_bytes: of the parameters that are trained.
-        largest_gradient: of one parameter.
         optimizer_bytes: the optimizers' state after a step.
         optimizer_temporary: their additional memory during a step.
         flops: of forward and backward.
@@ -157,7 +172,6 @@ class ModelPart:
 
     parameter_bytes: int
     gradient_bytes: int
-    largest_gradient: int
     buffer_bytes: int
     optimizer_bytes: int
     optimizer_temporary: int
@@ -177,15 +191,14 @@ class Segment:
     """A module that forward calls between two others.
 
     Attributes:
-        parameter_bytes, gradient_bytes, largest_gradient, buffer_bytes: as of a :class:`ModelPart`; a shared
-            parameter is the first piece's.
+        parameter_bytes, gradient_bytes, buffer_bytes: as of a :class:`ModelPart`; a shared parameter is the first
+            piece's.
         shares: an earlier piece with the same parameter; None where there is none.
     """
 
     name: str
     parameter_bytes: int
     gradient_bytes: int
-    largest_gradient: int
     buffer_bytes: int
     shares: int | None
 
@@ -198,12 +211,14 @@ class MemoryTrace:
         events: (piece, bytes more or less), in order; the loss is the last piece's.
         forward_events: how many of them are forward's.
         flops, output_bytes: by piece.
+        gradient_events: the places of the weights' new gradients, and of their end.
     """
 
     events: tuple[tuple[int, int], ...]
     forward_events: int
     flops: tuple[int, ...]
     output_bytes: tuple[int, ...]
+    gradient_events: frozenset[int] = frozenset()
 
 
 def find_segments(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -264,14 +279,16 @@ class Watched:
 
 def activations(trace: MemoryTrace, first: int, last: int) -> Activations:
     """Return the part of the pieces from ``first`` up to, without, ``last``."""
-    now = saved = peak = 0
+    now = saved = peak = gradients = without = 0
     for number, (piece, delta) in enumerate(trace.events):
         if number == trace.forward_events:
             saved = now
         if first <= piece < last:
             now += delta
+            gradients += delta if number in trace.gradient_events else 0
             peak = max(peak, now)
-    return Activations(saved=saved, peak=peak)
+            without = max(without, now - gradients)
+    return Activations(saved=saved, peak=peak, peak_without_gradients=without)
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -339,7 +356,6 @@ def _stage(anatomy: ModelPartition, first: int, last: int) -> ModelPart:
     return ModelPart(
         parameter_bytes=parameters,
         gradient_bytes=trained,
-        largest_gradient=max(piece.largest_gradient for piece in pieces),
         buffer_bytes=sum(piece.buffer_bytes for piece in pieces),
         optimizer_bytes=round(whole.optimizer_bytes * share),
         optimizer_temporary=round(whole.optimizer_temporary * (share if anatomy.steps_at_once else 1.0)),
@@ -391,4 +407,8 @@ def _estimated(one: ModelPart, half: ModelPart, variant: Variant) -> Activations
     return Activations(
         saved=of(own.saved, without_copies.saved, was.saved, now.saved),
         peak=of(own.peak, without_copies.peak, was.peak, now.peak),
+        peak_without_gradients=of(
+            *(own.peak_without_gradients, without_copies.peak_without_gradients),
+            *(was.peak_without_gradients, now.peak_without_gradients),
+        ),
     )

@@ -242,7 +242,7 @@ def _of_rank(
     # What came in and what went out stay with each micro-batch until its backward.
     others = (in_flight - 1) * saved + in_flight * part.received_bytes
     if layout.fsdp > 1:
-        return _fsdp(m, part, saved + others, peak + others, layout, reduction, num_microbatches)
+        return _fsdp(m, part, measured.peak_without_gradients + others, layout, reduction, num_microbatches)
     if layout.zero_stage:
         return _deepspeed(m, part, peak, layout)
     ranks = layout.data_ranks
@@ -267,7 +267,6 @@ def _of_rank(
 def _fsdp(
     m: Measurement,
     part: ModelPart,
-    saved: int,
     peak: int,
     layout: RankLayout,
     reduction: Reduction,
@@ -290,11 +289,9 @@ def _fsdp(
         root, of_blocks = part.lowered_root_bytes, part.lowered_block_bytes
     around = zip((0, *of_blocks), of_blocks, (*part.block_bytes[1:], 0), strict=False)  # sums are in fp32
     blocks = max((before + 2 * own + after for before, own, after in around), default=0)
-    # New gradients are among what was measured; here they are counted with their blocks.
-    without_gradients = max(saved, peak - part.largest_gradient)
     # In a step's first backward, gradients come as activations go; before any later one they are all there.
     overlap = piece if num_microbatches <= layout.data_ranks else 0
-    activations = max(0, without_gradients - overlap)
+    activations = max(0, peak - overlap)
     optimizer_temporary = -(-part.optimizer_temporary // ranks)
     gathered = 2 * root + blocks
     return Memory(

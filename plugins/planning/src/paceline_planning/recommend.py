@@ -177,7 +177,9 @@ def make_plan(
         )
     m = measure(task, -(-batch // num_microbatches), machines.device)
     rows = tuple(_rows(m, machines, num_microbatches))
-    chosen = choose_plan([row for row in rows if row.layout.world_size == world])
+    usable = [row for row in rows if row.layout.world_size == world]
+    fast = [row for row in usable if row.precision != "fp32" and row.fits and row.in_paceline]
+    chosen = choose_plan(fast if fast and m.parameters >= SHARDING_PAYS else usable)
     options = _options(task, machines, chosen, num_microbatches, batch) if chosen is not None else []
     words = _task_words(name, assignments)
     return Plan(
