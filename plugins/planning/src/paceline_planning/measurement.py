@@ -434,7 +434,7 @@ def _run(
     with live, watched.hooked(), ExitStack() as hooks:
         for parameter in module.parameters():
             if parameter.requires_grad:
-                hooks.callback(parameter.register_hook(live.mark_gradient).remove)
+                hooks.callback(parameter.register_hook(live.mark_gradient).remove)  # type: ignore[no-untyped-call]
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             loss, _ = split_values(task.loss(module, batch))
         total = loss.sum if isinstance(loss, Loss) else loss * microbatch
@@ -447,19 +447,20 @@ def _run(
     # What is made before the first piece is called is the first one's.
     first = order[0]
     events = tuple((number_of.get(owner, 0) if owner >= 0 else number_of[first], delta) for owner, delta in live.events)
+    copies, new = live.with_ends(live.copies), live.with_ends(live.gradients)
     trace = MemoryTrace(
         events=events,
         forward_events=forward_events,
         flops=tuple(live.flops.get(index, 0) for index in order),
         output_bytes=tuple(watched.output_bytes.get(index, 0) for index in order),
-        gradient_events=frozenset(live.gradients),
+        gradient_events=frozenset(new),
     )
-    kept = [number for number in range(len(events)) if number not in live.copies]
+    kept = [number for number in range(len(events)) if number not in copies]
     without_copies = dataclasses.replace(
         trace,
         events=tuple(events[number] for number in kept),
         forward_events=sum(number < forward_events for number in kept),
-        gradient_events=frozenset(place for place, number in enumerate(kept) if number in live.gradients),
+        gradient_events=frozenset(place for place, number in enumerate(kept) if number in new),
     )
     return trace, without_copies, [candidates[index] for index in order]
 

@@ -31,8 +31,8 @@ class MemoryTracker(TorchDispatchMode):
         peak: the most that ``now`` has been.
         owner: the current part of the model, to which new storages and operations are attributed.
         events: (owner, bytes more or less), in order.
-        copies: the places in ``events`` of weights that were cast, and of their end.
-        gradients: those of the weights' new gradients; :meth:`mark_gradient` adds to them.
+        copies: the places in ``events`` at which weights were cast.
+        gradients: those at which weights' new gradients were made; :meth:`mark_gradient` adds to them.
         flops: by owner: of matrix products, convolutions and attention.
 
     Args:
@@ -49,6 +49,8 @@ class MemoryTracker(TorchDispatchMode):
         self.copies: set[int] = set()
         self.gradients: set[int] = set()
         self.flops: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
+        self._sums: dict[int, list[int]] = {}
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._living: set[weakref.ref[Any]] = set()
         for tensor in known:
@@ -65,6 +67,9 @@ class MemoryTracker(TorchDispatchMode):
         if isinstance(result, torch.Tensor):  # nearly always: and models have many operators
             is_copy = func is _CAST and args[0].untyped_storage() in self._weights
             self._count(result.untyped_storage(), is_copy)
+            if func is _ADD:
+                tensors = [value for value in args if isinstance(value, torch.Tensor)]
+                self._sums[self._place(result)] = [self._place(tensor) for tensor in tensors]
             return result
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -72,10 +77,20 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def mark_gradient(self, gradient: torch.Tensor) -> None:
-        """Take a tensor for the new gradient of a weight."""
-        place = self._seen.get(gradient.untyped_storage(), _BEFORE)
-        if place != _BEFORE:
-            self.gradients.add(place)
+        """Take a tensor for the new gradient of a weight: if several layers share the weight, for a sum of theirs."""
+        pending = [self._place(gradient)]
+        while pending:
+            place = pending.pop()
+            if place != _BEFORE and place not in self.gradients:
+                self.gradients.add(place)
+                pending += self._sums.get(place, ())
+
+    def with_ends(self, places: set[int]) -> set[int]:
+        """Return the places, and those at which what was made there was freed."""
+        return places | {self._ends[place] for place in places if place in self._ends}
+
+    def _place(self, tensor: torch.Tensor) -> int:
+        return self._seen.get(tensor.untyped_storage(), _BEFORE)
 
     def _count(self, storage: Any, is_copy: bool = False) -> None:
         if storage in self._seen:
@@ -90,9 +105,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _gone(self, owner: int, nbytes: int, place: int, reference: weakref.ref[Any]) -> None:
         self._living.discard(reference)
-        for kind in (self.copies, self.gradients):
-            if place in kind:
-                kind.add(len(self.events))
+        self._ends[place] = len(self.events)
         self._change(owner, -nbytes)
 
     def _change(self, owner: int, nbytes: int) -> None:
@@ -101,6 +114,8 @@ class MemoryTracker(TorchDispatchMode):
 
 
 _CAST = torch.ops.aten._to_copy.default
+
+_ADD = torch.ops.aten.add.Tensor
 
 _BEFORE = -1
 """The place of what was there before."""

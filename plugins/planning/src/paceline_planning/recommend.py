@@ -28,7 +28,7 @@ from paceline_planning.predict import (
 SHARDING_PAYS = 100_000_000
 """Parameters below which gathering blocks costs more than the memory it saves is worth."""
 
-_HEADROOM = 0.92
+HEADROOM = 0.92
 """The part of a GPU's memory that tensors get: the rest is the context's, the libraries' and gaps."""
 
 _REDUCTIONS: tuple[Reduction, ...] = ("exact", "allreduce")
@@ -218,14 +218,17 @@ def _rows(m: Measurement, machines: ClusterSpec, num_microbatches: int) -> list[
         if layout.pp * layout.data_ranks > num_microbatches:
             continue  # a stage would have nothing to do
         for row in _variants(m, machines, layout, num_microbatches):
-            key = (
-                *(row.layout.family, row.reduction, row.precision),
-                *(row.layout.recompute, row.layout.mixed_precision),
-            )
+            key = _key(row)
             if key not in best or _rank(row) < _rank(best[key]):
                 best[key] = row
     families = list(dict.fromkeys(row.layout.family for row in best.values()))
     return sorted(best.values(), key=lambda row: (families.index(row.layout.family), _preference(row, m)))
+
+
+def _key(row: PlanRow) -> tuple[Any, ...]:
+    """Return the family of a row and its options: of all its layouts, the plan has the best."""
+    layout = row.layout
+    return layout.family, row.reduction, row.precision, layout.recompute, layout.mixed_precision
 
 
 def _rank(row: PlanRow) -> tuple[bool, float, int]:
@@ -260,7 +263,7 @@ def _variants(m: Measurement, machines: ClusterSpec, layout: RankLayout, num_mic
         )
         speeds = {"flops_per_s": machines.flops_per_s, "bandwidth": machines.bandwidth}
         timing = predict_timing(m, one, reduction, num_microbatches=num_microbatches, **speeds)
-        fits = memory.total <= _HEADROOM * machines.memory
+        fits = memory.total <= HEADROOM * machines.memory
         yield PlanRow(one, reduction, precision, memory, timing, fits, one.in_paceline)
 
 
@@ -374,9 +377,12 @@ def _why(m: Measurement, rows: tuple[PlanRow, ...], chosen: PlanRow) -> list[str
     if layout.mixed_precision:
         said.append("fsdp gathers layers in bf16 (--fsdp-mixed-precision), so that autocast copies no weights.")
     if layout.recompute != "none":
+        less = _RECOMPUTE[_RECOMPUTE.index(layout.recompute) - 1]
+        way = dataclasses.replace(layout, recompute=less)
+        kept = next(row for row in rows if _key(row) == _key(dataclasses.replace(chosen, layout=way)))
         more = 100 * max(0.0, m.anatomy.repetition(layout.recompute) - 1)
         said.append(
-            f"Activations do not fit, so backward recomputes those of a block "
-            f"(--checkpoint-activations {layout.recompute}): {more:.0f} % more operations."
+            f"Backward recomputes activations (--checkpoint-activations {layout.recompute}), {more:.0f} % more "
+            f"operations: with {less}, {kept.layout.name} needs {kept.memory.total / 2**30:.3g} GiB, and does not fit."
         )
     return said
