@@ -67,7 +67,7 @@ def test_the_ranks_meet_on_loopback(tmp_path: Path, launcher: str) -> None:
         command=_script(tmp_path, MEETS),
         nproc=(2,),
         threads=1,
-        place=Placement(log_directory=RunDirectory(tmp_path / "run")),
+        placement=Placement(log_directory=RunDirectory(tmp_path / "run")),
     )
     chosen = get_launcher(launcher)
     assert chosen.submit(chosen.render(spec)).wait() == 0
@@ -95,7 +95,7 @@ def test_two_machines_by_hand(tmp_path: Path, run_processes: Any) -> None:
                     nproc=(1,),
                     nodes=(2, 2),
                     threads=1,
-                    place=Placement(
+                    placement=Placement(
                         node_rank=node_rank, rdzv_endpoint=endpoint, log_directory=RunDirectory(tmp_path / "run")
                     ),
                 )

@@ -35,7 +35,7 @@ def test_spawn() -> None:
         threads=1,
         master_port=29500,
         env={"NOTE": "it's"},
-        place=Placement(log_directory=RunDirectory(Path("runs/a b"))),
+        placement=Placement(log_directory=RunDirectory(Path("runs/a b"))),
     )
     assert (
         get_launcher("spawn").render(spec).text
@@ -76,7 +76,7 @@ def test_spawn_on_the_second_of_two_machines() -> None:
         nproc=(1,),
         nodes=(2, 2),
         threads=1,
-        place=Placement(node_rank=1, rdzv_endpoint="node0:4000", rdzv_id="mine"),
+        placement=Placement(node_rank=1, rdzv_endpoint="node0:4000", rdzv_id="mine"),
     )
     assert (
         get_launcher("spawn").render(spec).text
@@ -116,7 +116,7 @@ def test_torchrun_on_several_machines() -> None:
         nproc=(4,),
         nodes=(2, 2),
         threads=1,
-        place=Placement(rdzv_endpoint="node0:4000"),
+        placement=Placement(rdzv_endpoint="node0:4000"),
     )
     assert (
         get_launcher("torchrun").render(spec).text
@@ -146,7 +146,7 @@ def test_torchrun_is_told_what_other_machines_know_this_one_by(
     spec = LaunchSpec(
         command=("python", "train.py"),
         nodes=(2, 2),
-        place=Placement(node_rank=node_rank, rdzv_endpoint="10.0.0.5:4000", hosts=hosts),
+        placement=Placement(node_rank=node_rank, rdzv_endpoint="10.0.0.5:4000", hosts=hosts),
     )
     [process] = get_launcher("torchrun").render(spec).commands
     assert [word for word in process.argv if word.startswith("--local-addr")] == known_by
@@ -190,7 +190,7 @@ def test_torchrun_shares_no_store_where_the_nodes_may_meet_again(
         command=WORKER,
         nodes=nodes,
         threads=1,
-        place=Placement(rdzv_endpoint="node0:4000"),
+        placement=Placement(rdzv_endpoint="node0:4000"),
         recovery=RecoveryPolicy(recover=recover),
     )
     [process] = get_launcher("torchrun").render(spec).commands
@@ -211,7 +211,7 @@ def test_rendering_starts_and_writes_nothing(name: str, tmp_path: Path) -> None:
     script.write_text("raise SystemExit('started')")
     spec = LaunchSpec(
         command=(sys.executable, str(script)),
-        place=Placement(log_directory=directory),
+        placement=Placement(log_directory=directory),
     )
     assert get_launcher(name).render(spec).text
     assert list(tmp_path.iterdir()) == []
@@ -242,13 +242,13 @@ def test_wrong_specs() -> None:
         LaunchSpec(
             command=WORKER,
             nodes=(2, 2),
-            place=Placement(node_rank=2, rdzv_endpoint="a:1"),
+            placement=Placement(node_rank=2, rdzv_endpoint="a:1"),
         )
     with pytest.raises(ConfigError, match="needs --node-rank: 0 on the node of"):
         get_launcher("spawn").render(
             LaunchSpec(
                 command=WORKER,
                 nodes=(2, 2),
-                place=Placement(rdzv_endpoint="a:1"),
+                placement=Placement(rdzv_endpoint="a:1"),
             )
         )

@@ -29,8 +29,9 @@ from paceline.runs.directory import RunDirectory
 launcher, nproc, *command = sys.argv[1:]
 launcher = get_launcher(launcher)
 run = RunDirectory(Path("run"))
-place, recovery = Placement(log_directory=run), RecoveryPolicy(grace_s=5)
-spec = LaunchSpec(command=(sys.executable, *command), nproc=(int(nproc),), place=place, recovery=recovery, threads=1)
+placement, recovery = Placement(log_directory=run), RecoveryPolicy(grace_s=5)
+command, nproc = (sys.executable, *command), (int(nproc),)
+spec = LaunchSpec(command=command, nproc=nproc, placement=placement, recovery=recovery, threads=1)
 sys.exit(launcher.submit(launcher.render(spec)).wait())
 """
 
@@ -152,7 +153,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: 
     spec = LaunchSpec(
         command=(sys.executable, str(script)),
         nproc=(2,),
-        place=Placement(log_directory=RunDirectory(tmp_path / "run")),
+        placement=Placement(log_directory=RunDirectory(tmp_path / "run")),
         recovery=RecoveryPolicy(grace_s=0.2),
     )
     spawn = get_launcher("spawn")
@@ -275,7 +276,7 @@ def test_where_one_process_cannot_be_started_none_is_left(tmp_path: Path) -> Non
     spec = LaunchSpec(
         command=(sys.executable, str(script)),
         nproc=(2,),
-        place=Placement(log_directory=directory),
+        placement=Placement(log_directory=directory),
     )
     with pytest.raises(LaunchError, match=r"could not be started: .*rank-1\.log"):
         spawn.submit(spawn.render(spec))

@@ -197,8 +197,8 @@ def detect_environment(
         address = parse_endpoint(rdzv_endpoint, "--rdzv-endpoint")
 
     if rank is not None and world_size is not None:
-        local = _local_place(environ, rank, world_size, address[0])
-        environment = _place(
+        local = _local_ranks(environ, rank, world_size, address[0])
+        environment = _numbered_by_node(
             "caller", rank, world_size, *local, ("rank", "world_size", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         )
     else:
@@ -219,13 +219,15 @@ def _torchrun(environ: Mapping[str, str]) -> Environment | None:
         return None
     rank, world_size = integer_of(environ, "RANK"), integer_of(environ, "WORLD_SIZE")
     host = environ.get("MASTER_ADDR")
-    local_rank, local_world_size = _local_place(environ, rank, world_size, host)
+    local_rank, local_world_size = _local_ranks(environ, rank, world_size, host)
     by_agent = "TORCHELASTIC_RUN_ID" in environ
-    place = _place("torchrun" if by_agent else "variables", rank, world_size, local_rank, local_world_size)
+    environment = _numbered_by_node(
+        "torchrun" if by_agent else "variables", rank, world_size, local_rank, local_world_size
+    )
     return replace(
-        place,
-        node_rank=integer_of(environ, "GROUP_RANK", place.node_rank),
-        nodes=integer_of(environ, "GROUP_WORLD_SIZE", place.nodes),
+        environment,
+        node_rank=integer_of(environ, "GROUP_RANK", environment.node_rank),
+        nodes=integer_of(environ, "GROUP_WORLD_SIZE", environment.nodes),
         restart_count=integer_of(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         job_id=environ.get("TORCHELASTIC_RUN_ID") or environ.get(JOB_ID),
         uses_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -431,14 +433,14 @@ def _address(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
     return environ.get("MASTER_ADDR") or None, port
 
 
-def _local_place(environ: Mapping[str, str], rank: int, world_size: int, host: str | None) -> tuple[int, int]:
+def _local_ranks(environ: Mapping[str, str], rank: int, world_size: int, host: str | None) -> tuple[int, int]:
     """Return local rank and size; if only the global ones are set, a loopback master means one node."""
     if "LOCAL_RANK" not in environ and "LOCAL_WORLD_SIZE" not in environ:
         return (rank, world_size) if host is None or is_loopback(host) else (0, 1)
     return integer_of(environ, "LOCAL_RANK"), integer_of(environ, "LOCAL_WORLD_SIZE", world_size)
 
 
-def _place(
+def _numbered_by_node(
     source: str, rank: int, world_size: int, local_rank: int, local_world_size: int, names: Names = _TORCH_NAMES
 ) -> Environment:
     """Fill in the node's rank, assuming that ranks are numbered node by node."""
@@ -467,7 +469,7 @@ def rank_by_variables(
         ConfigError: a variable is malformed, or missing.
     """
     rank, world_size, local_rank, local_world_size = (integer_of(environ, name) for name in variables)
-    return _place(source, rank, world_size, local_rank, local_world_size, names or variables)
+    return _numbered_by_node(source, rank, world_size, local_rank, local_world_size, names or variables)
 
 
 def _check(e: Environment) -> None:
@@ -544,7 +546,7 @@ def detect_node(environ: Mapping[str, str] = os.environ) -> NodeEnvironment:
     """
     hosts = tuple(host for host in environ.get(HOSTS, "").split(",") if host)
     if NODE_RANK in environ:
-        place = NodeEnvironment(
+        environment = NodeEnvironment(
             node_rank=integer_of(environ, NODE_RANK),
             nodes=integer_of(environ, NODES, max(1, len(hosts))),
             hosts=hosts,
@@ -553,7 +555,7 @@ def detect_node(environ: Mapping[str, str] = os.environ) -> NodeEnvironment:
         )
     elif "PET_NODE_RANK" in environ:
         master = environ.get("PET_MASTER_ADDR", "")
-        place = NodeEnvironment(
+        environment = NodeEnvironment(
             node_rank=integer_of(environ, "PET_NODE_RANK"),
             # After a scale-up, PET_NNODES still has the initial number; Paceline's own variable is current.
             nodes=integer_of(environ, NODES, 0) or int(environ.get("PET_NNODES", "1").rpartition(":")[2]),
@@ -561,19 +563,19 @@ def detect_node(environ: Mapping[str, str] = os.environ) -> NodeEnvironment:
             source="kubeflow",
         )
     elif "SM_CURRENT_HOST" in environ or "TRAINING_JOB_NAME" in environ:
-        place = import_object(PARTS["SageMaker's nodes"])(environ)
+        environment = import_object(PARTS["SageMaker's nodes"])(environ)
     elif "JOB_COMPLETION_INDEX" in environ:
-        place = NodeEnvironment(
+        environment = NodeEnvironment(
             node_rank=integer_of(environ, "JOB_COMPLETION_INDEX"),
             nodes=integer_of(environ, NODES, max(1, len(hosts))),
             hosts=hosts,
             source="kubernetes",
         )
     elif "CLUSTER_SPEC" in environ:
-        place = import_object(PARTS["Vertex AI's nodes"])(environ)
+        environment = import_object(PARTS["Vertex AI's nodes"])(environ)
     elif "SLURM_STEP_ID" in environ and "SLURM_STEP_NODELIST" in environ:
         hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
-        place = NodeEnvironment(
+        environment = NodeEnvironment(
             node_rank=integer_of(environ, "SLURM_NODEID"),
             nodes=len(hosts),
             hosts=hosts,
@@ -583,12 +585,13 @@ def detect_node(environ: Mapping[str, str] = os.environ) -> NodeEnvironment:
             source="slurm",
         )
     else:
-        place = NodeEnvironment()
-    if not 0 <= place.node_rank < place.nodes:
+        environment = NodeEnvironment()
+    if not 0 <= environment.node_rank < environment.nodes:
         raise ConfigError(
-            f"the node rank from {place.source} is {place.node_rank}, but must be between 0 and {place.nodes - 1}."
+            f"the node rank from {environment.source} is {environment.node_rank}, but must be between 0 and "
+            f"{environment.nodes - 1}."
         )
-    return place
+    return environment
 
 
 # --- The seed of Python's hashes, which decides the order of a set of strings: the same in every process of a run ---

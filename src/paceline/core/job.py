@@ -212,7 +212,7 @@ class LaunchSpec:
         python: the interpreter on the nodes.
         preflight: the command of ranks that check the nodes first, if the job is started once on each; the job starts
             only if they find no fault.
-        place: the place of one node in the job.
+        placement: of one node in the job.
         recovery: the response to the death of a worker.
     """
 
@@ -240,7 +240,7 @@ class LaunchSpec:
     workdir: Path = field(default_factory=Path.cwd)
     python: str = sys.executable
     preflight: tuple[str, ...] = ()
-    place: Placement = field(default_factory=Placement)
+    placement: Placement = field(default_factory=Placement)
     recovery: RecoveryPolicy = field(default_factory=RecoveryPolicy)
 
     def __post_init__(self) -> None:
@@ -261,7 +261,7 @@ class LaunchSpec:
                 raise ConfigError(f"{flag(name)} must be a positive number, but is {value}.")
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
             raise ConfigError(f"--master-port must be between 1 and 65535, but is {self.master_port}.")
-        check_node_rank(self.place.node_rank, most)
+        check_node_rank(self.placement.node_rank, most)
 
     def processes_on(self, node_rank: int) -> int:
         """Return the number of processes that a node starts."""
@@ -275,17 +275,17 @@ class LaunchSpec:
     @property
     def local_world_size(self) -> int:
         """Processes on this node."""
-        return self.processes_on(self.place.node_rank or 0)
+        return self.processes_on(self.placement.node_rank or 0)
 
     @property
     def first_rank(self) -> int:
         """The lowest rank on this node."""
-        return sum(self.processes_on(node_rank) for node_rank in range(self.place.node_rank or 0))
+        return sum(self.processes_on(node_rank) for node_rank in range(self.placement.node_rank or 0))
 
     @property
     def is_single_node(self) -> bool:
         """Whether the job has this node only, now and later."""
-        return self.nodes[1] == 1 and not self.place.joins
+        return self.nodes[1] == 1 and not self.placement.joins
 
     @property
     def least_nodes(self) -> int:

@@ -53,11 +53,11 @@ class Agent:
     """
 
     def __init__(self, spec: LaunchSpec, forkserver: Command) -> None:
-        assert spec.place.log_directory is not None
+        assert spec.placement.log_directory is not None
         assert spec.job_file is not None
         if shutil.which(forkserver.argv[0]) is None:
             raise LaunchError(f"{forkserver.argv[0]}: command not found or not executable.")
-        directory = self._directory = spec.place.log_directory
+        directory = self._directory = spec.placement.log_directory
         self._signals: list[int] = []  # not handled yet
         self._control: ControlSocket | None = None  # while this agent leads
         self._retry_at = 0.0  # when to try again to take the leader's resources, by the monotonic clock

@@ -36,18 +36,18 @@ def process_command(spec: LaunchSpec, local_rank: int | str | None) -> tuple[str
     """Return the command of a process; a task has no placeholders.
 
     Args:
-        spec: the job, with this node's place.
+        spec: the job, with this node's placement.
         local_rank: of the process; or torchrun's own placeholder, or None, which leaves all of a rank's to be replaced.
     """
     if spec.is_task or not has_placeholders(spec.command):
         return spec.command
-    endpoint = spec.place.rdzv_endpoint
+    endpoint = spec.placement.rdzv_endpoint
     host, port = parse_endpoint(endpoint, "--rdzv-endpoint") if endpoint else ("127.0.0.1", spec.master_port or 0)
     return expand_placeholders(
         spec.command,
         master_addr=host,
         master_port=port,
-        node_rank=spec.place.node_rank or 0,
+        node_rank=spec.placement.node_rank or 0,
         nodes=spec.nodes[0],
         local_rank=local_rank,
         rank=spec.first_rank + local_rank if isinstance(local_rank, int) else None,
@@ -179,13 +179,13 @@ class Spawn(LocalLauncher):
             return (_forkserver(spec),)
         nproc, nodes = spec.local_world_size, spec.nodes[0]
         if nodes > 1:
-            if spec.place.node_rank is None:
+            if spec.placement.node_rank is None:
                 raise ConfigError(
                     f"--on spawn with --nodes {nodes} needs --node-rank: 0 on the node of "
                     f"--rdzv-endpoint, 1 to {nodes - 1} on the others."
                 )
-            assert spec.place.rdzv_endpoint is not None
-            host, port = parse_endpoint(spec.place.rdzv_endpoint, "--rdzv-endpoint")
+            assert spec.placement.rdzv_endpoint is not None
+            host, port = parse_endpoint(spec.placement.rdzv_endpoint, "--rdzv-endpoint")
         else:
             host, port = "127.0.0.1", spec.master_port or free_master_port(spec.env_style, nproc)
         return tuple(_rank(spec, local_rank, host, port) for local_rank in range(nproc))
@@ -200,7 +200,7 @@ class Spawn(LocalLauncher):
         if (framework := find_framework(spec.env_style)) is not None:
             return framework.start(rendered)
         if spec.nodes[0] > 1 or spec.env_style != "torch":
-            return SupervisedJob(commands, directory=spec.place.log_directory, grace_s=spec.recovery.grace_s)
+            return SupervisedJob(commands, directory=spec.placement.log_directory, grace_s=spec.recovery.grace_s)
         port = int(commands[0].env["MASTER_PORT"])
         try:
             listener = bound_loopback_socket(port)
@@ -219,7 +219,7 @@ class Spawn(LocalLauncher):
             rank_0_fds = (listener.fileno(),)
             return SupervisedJob(
                 commands,
-                directory=spec.place.log_directory,
+                directory=spec.placement.log_directory,
                 grace_s=spec.recovery.grace_s,
                 rank_0_fds=rank_0_fds,
             )
@@ -228,25 +228,25 @@ class Spawn(LocalLauncher):
 def _rank(spec: LaunchSpec, local_rank: int, host: str, port: int) -> Command:
     rank = spec.first_rank + local_rank
     command = process_command(spec, local_rank)
-    place = Environment(
+    environment = Environment(
         source="variables",
         rank=rank,
         world_size=spec.world_size,
         local_rank=local_rank,
         local_world_size=spec.local_world_size,
-        node_rank=spec.place.node_rank or 0,
+        node_rank=spec.placement.node_rank or 0,
         nodes=spec.nodes[0],
         master_addr=host,
         master_port=port,
     )
     counts = spec.nproc if len(spec.nproc) > 1 else ()
     env = {
-        **env_style_variables(spec.env_style, place, hosts=spec.place.hosts, counts=counts, roles=spec.roles),
-        **({JOB_ID: spec.place.rdzv_id} if spec.nodes[0] > 1 and spec.env_style == "torch" else {}),
+        **env_style_variables(spec.env_style, environment, hosts=spec.placement.hosts, counts=counts, roles=spec.roles),
+        **({JOB_ID: spec.placement.rdzv_id} if spec.nodes[0] > 1 and spec.env_style == "torch" else {}),
         **spec.thread_variables(),
         **process_variables(spec),
     }
-    log = spec.place.log_directory.log_of(rank) if spec.place.log_directory is not None and rank > 0 else None
+    log = spec.placement.log_directory.log_of(rank) if spec.placement.log_directory is not None and rank > 0 else None
     framework = find_framework(spec.env_style)
     serves = framework is not None and framework.serves(rank, spec.roles)
     return Command(title=f"rank {rank}", argv=command, env=env, rank=rank, log=log, serves=serves)

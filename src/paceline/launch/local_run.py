@@ -88,7 +88,7 @@ class LocalLauncher(Launcher):
         refuse_what_is_for_clusters(spec, self.name)
         refuse_walltime(spec, self.name)
         refuse_restarts(spec, self.name)
-        spec = self._place(spec, options)
+        spec = self._with_placement(spec, options)
         return RenderedJob(spec=spec, options=options, commands=self._commands(spec, options))
 
     def submit(self, rendered: RenderedJob) -> ForegroundJob:
@@ -112,27 +112,27 @@ class LocalLauncher(Launcher):
             LaunchError: one could not be started; none is left.
         """
 
-    def _place(self, spec: LaunchSpec, options: RendezvousOptions | None) -> LaunchSpec:
+    def _with_placement(self, spec: LaunchSpec, options: RendezvousOptions | None) -> LaunchSpec:
         """Return the job with this node's place in it."""
         least, most = spec.nodes
-        place: RendezvousOptions | Placement = options or spec.place
+        placement: RendezvousOptions | Placement = options or spec.placement
         if most > least and self.name != "torchrun" and spec.recovery.recover == "none":
             raise ConfigError(
                 f"--nodes {least}:{most}: the number of nodes is fixed here. Give one number, or use --on torchrun."
             )
-        if most > 1 and place.rdzv_endpoint is None and not spec.place.joins:
+        if most > 1 and placement.rdzv_endpoint is None and not spec.placement.joins:
             raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of node 0.")
-        if len(spec.nproc) > 1 and place.node_rank is None:
+        if len(spec.nproc) > 1 and placement.node_rank is None:
             raise ConfigError("--nproc with a list needs --node-rank, which says which node this is.")
         if options is not None:
             endpoint = options.rdzv_endpoint
             here = dataclasses.replace(
-                spec.place, node_rank=options.node_rank, rdzv_endpoint=endpoint, rdzv_id=options.rdzv_id
+                spec.placement, node_rank=options.node_rank, rdzv_endpoint=endpoint, rdzv_id=options.rdzv_id
             )
-            spec = dataclasses.replace(spec, place=here)
+            spec = dataclasses.replace(spec, placement=here)
             if endpoint is not None:
                 parse_endpoint(endpoint, "--rdzv-endpoint")
-        needs_port = spec.place.rdzv_endpoint is None and spec.master_port is None and not spec.is_task
+        needs_port = spec.placement.rdzv_endpoint is None and spec.master_port is None and not spec.is_task
         if needs_port and names_port(spec.command):
             spec = dataclasses.replace(spec, master_port=free_master_port(spec.env_style, spec.local_world_size))
         return spec
@@ -273,8 +273,8 @@ class LocalRun:
         worker_config, spec, directory = self.worker_config, self.rendered.spec, self.directory
         # Another node of the job may use the shared directory already. Without recovery none does yet where this one
         # has no number: torchrun starts no rank before it has all nodes.
-        may_be_later = spec.recovery.recover != "none" and _lacks_node_rank(spec.place.node_rank, spec.nodes)
-        if not (spec.place.node_rank or spec.place.joins or may_be_later):
+        may_be_later = spec.recovery.recover != "none" and _lacks_node_rank(spec.placement.node_rank, spec.nodes)
+        if not (spec.placement.node_rank or spec.placement.joins or may_be_later):
             directory.require_unused()
             directory.check_resume(worker_config.config.records.resume)
         if spec.local_world_size > 1:
@@ -370,7 +370,7 @@ def prepare_local_run(
         is_task=True,
         run=directory.path,
         interface=config.processes.interface,
-        place=Placement(
+        placement=Placement(
             node_rank=config.processes.node_rank,
             rdzv_endpoint=config.processes.rdzv_endpoint,
             rdzv_id=config.processes.rdzv_id,

@@ -96,47 +96,47 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
+def _run(options: argparse.Namespace, environment: NodeEnvironment) -> int:
     nodes: tuple[int, int] = options.nodes
-    if place.nodes == 1 and nodes[0] > 1:
+    if environment.nodes == 1 and nodes[0] > 1:
         raise ConfigError(
             f"the job has {nodes[0]} machines, but nothing here says which of them this is. Start it through "
             f"paceline launch, or set PACELINE_NODE_RANK, PACELINE_NODES and PACELINE_HOSTS."
         )
     several = nodes[1] > 1
-    host = place.hosts[0] if several and place.hosts else "127.0.0.1"
-    if several and place.source in _NAMED_LATE:
+    host = environment.hosts[0] if several and environment.hosts else "127.0.0.1"
+    if several and environment.source in _NAMED_LATE:
         _await_name(host)
     counts: tuple[int, ...] = options.nproc
-    nproc = counts[place.node_rank] if len(counts) > 1 else counts[0]
+    nproc = counts[environment.node_rank] if len(counts) > 1 else counts[0]
     port = options.master_port or (
-        job_port(place.job_id or "paceline") if several else free_master_port(options.env_style, nproc)
+        job_port(environment.job_id or "paceline") if several else free_master_port(options.env_style, nproc)
     )
     port_is_named = options.master_port is not None or names_port(options.command)
     expand = partial(
         expand_placeholders,
         master_addr=host,
         master_port=port,
-        node_rank=place.node_rank,
-        nodes=place.nodes,
+        node_rank=environment.node_rank,
+        nodes=environment.nodes,
     )
     # torchrun's and spawn's launchers expand the rest.
     command = expand(options.command, keep_literals=options.rank_launcher != "agent")
     joins = several and options.rank_launcher == "agent" and _has_agents(command)
-    begin = nodes[0] if place.source in _GROWS_LATER else place.nodes
+    begin = nodes[0] if environment.source in _GROWS_LATER else environment.nodes
     # Preflight is for the job's first nodes: a node that joins later would find no peer for it.
     endpoint = f"{host}:{port}" if several else None
-    if options.preflight and not joins and place.node_rank < begin:
+    if options.preflight and not joins and environment.node_rank < begin:
         ranks = LaunchSpec(
             command=options.preflight,
             nodes=(begin, begin),
             nproc=counts,
             threads=options.threads,
             interface=options.interface,
-            place=Placement(
-                node_rank=place.node_rank if several else None,
+            placement=Placement(
+                node_rank=environment.node_rank if several else None,
                 rdzv_endpoint=endpoint,
-                rdzv_id=place.job_id or "paceline",
+                rdzv_id=environment.job_id or "paceline",
             ),
         )
         code, interface = find_preflight().run_before(ranks)
@@ -144,13 +144,13 @@ def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
             return code
         options.interface = options.interface or interface
     if options.rank_launcher == "agent":
-        return _become(_agent_command(command, options, place, endpoint, joins=joins))
+        return _become(_agent_command(command, options, environment, endpoint, joins=joins))
     leaves_stop_codes = STOP_CODES in os.environ
     if leaves_stop_codes and options.rank_launcher == "spawn":  # torchrun's launcher wraps what torchrun starts
         command = stop_codes_command(sys.executable, command)
     spec = LaunchSpec(
         command=command,
-        nodes=(place.nodes, place.nodes) if options.rank_launcher == "spawn" else nodes,
+        nodes=(environment.nodes, environment.nodes) if options.rank_launcher == "spawn" else nodes,
         nproc=counts,
         master_port=port if port_is_named and not several else None,
         threads=options.threads,
@@ -159,11 +159,11 @@ def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
         rank_launcher=options.rank_launcher,
         env_style=options.env_style,
         roles=tuple(role for role in options.roles.split(",") if role),
-        place=Placement(
-            node_rank=place.node_rank if several else None,
+        placement=Placement(
+            node_rank=environment.node_rank if several else None,
             rdzv_endpoint=endpoint,
-            rdzv_id=place.job_id or "paceline",
-            hosts=place.hosts,
+            rdzv_id=environment.job_id or "paceline",
+            hosts=environment.hosts,
             leaves_stop_codes=leaves_stop_codes,
         ),
         recovery=RecoveryPolicy(max_restarts=options.max_restarts if options.rank_launcher == "torchrun" else 0),
@@ -191,7 +191,7 @@ def _has_agents(command: Sequence[str]) -> bool:
 def _agent_command(
     command: tuple[str, ...],
     options: argparse.Namespace,
-    place: NodeEnvironment,
+    environment: NodeEnvironment,
     endpoint: str | None,
     *,
     joins: bool,
@@ -200,13 +200,13 @@ def _agent_command(
     least, most = options.nodes
     if joins:
         counts: tuple[int, ...] = options.nproc
-        nproc = counts[place.node_rank] if len(counts) > 1 else counts[0]
+        nproc = counts[environment.node_rank] if len(counts) > 1 else counts[0]
         words = [command[0], "-m", "paceline", "join", _run_of(command), "--nproc", str(nproc)]
         return tuple(words if options.interface is None else [*words, "--interface", options.interface])
     words = [*command, "--on", "spawn", "--nproc", ",".join(map(str, options.nproc))]
     if endpoint is not None:
         nodes = str(least) if least == most else f"{least}:{most}"
-        words += ["--nodes", nodes, "--node-rank", str(place.node_rank), "--rdzv-endpoint", endpoint]
+        words += ["--nodes", nodes, "--node-rank", str(environment.node_rank), "--rdzv-endpoint", endpoint]
     if options.threads is not None:
         words += ["--threads", str(options.threads)]
     if options.interface is not None:

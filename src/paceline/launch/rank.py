@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         if options.env_style is None:
             command = _expand(options.command, detect_environment())
         else:
-            command, variables = _place(options, os.environ)
+            command, variables = _translate(options, os.environ)
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return error.exit_code
@@ -119,7 +119,7 @@ def _given(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in _FROM_OUTSIDE}
 
 
-def _place(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, str]]:
+def _translate(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, str]]:
     who = detect_environment(_given(environ))
     if options.nproc:
         who = _on_machines(who, options.nproc)
@@ -145,16 +145,16 @@ def _place(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[tup
     return _expand(options.command, placed), variables
 
 
-def _expand(command: Sequence[str], place: Environment) -> tuple[str, ...]:
+def _expand(command: Sequence[str], environment: Environment) -> tuple[str, ...]:
     return expand_placeholders(
         command,
-        master_addr=str(place.master_addr),
-        master_port=place.master_port or 0,
-        node_rank=place.node_rank,
-        nodes=place.nodes,
-        local_rank=place.local_rank,
-        rank=place.rank,
-        world_size=place.world_size,
+        master_addr=str(environment.master_addr),
+        master_port=environment.master_port or 0,
+        node_rank=environment.node_rank,
+        nodes=environment.nodes,
+        local_rank=environment.local_rank,
+        rank=environment.rank,
+        world_size=environment.world_size,
     )
 
 

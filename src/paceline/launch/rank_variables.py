@@ -21,7 +21,7 @@ class Framework(Protocol):
     """The module of a plug-in for a framework with rank variables of its own."""
 
     def variables(
-        self, place: Environment, hosts: Sequence[str], counts: Sequence[int], roles: Sequence[str]
+        self, environment: Environment, hosts: Sequence[str], counts: Sequence[int], roles: Sequence[str]
     ) -> dict[str, str]:
         """Return the variables of one process; see :func:`env_style_variables`."""
 
@@ -46,7 +46,7 @@ def find_framework(env_style: EnvStyle) -> Framework | None:
 
 def env_style_variables(
     env_style: EnvStyle,
-    place: Environment,
+    environment: Environment,
     *,
     hosts: Sequence[str] = (),
     counts: Sequence[int] = (),
@@ -56,7 +56,7 @@ def env_style_variables(
 
     Args:
         env_style: which framework reads them.
-        place: the ranks of the process, with ``master_addr`` and ``master_port``.
+        environment: the ranks of the process, with ``master_addr`` and ``master_port``.
         hosts: all nodes, in the order of their ranks; default: the master alone.
         counts: processes of each node; default: as many everywhere.
         roles: of all ranks, for tensorflow; default: workers.
@@ -68,17 +68,17 @@ def env_style_variables(
         return {}
     if env_style == "torch":
         return {
-            "RANK": str(place.rank),
-            "WORLD_SIZE": str(place.world_size),
-            "LOCAL_RANK": str(place.local_rank),
-            "LOCAL_WORLD_SIZE": str(place.local_world_size),
-            "GROUP_RANK": str(place.node_rank),
-            "GROUP_WORLD_SIZE": str(place.nodes),
-            "MASTER_ADDR": str(place.master_addr),
-            "MASTER_PORT": str(place.master_port),
+            "RANK": str(environment.rank),
+            "WORLD_SIZE": str(environment.world_size),
+            "LOCAL_RANK": str(environment.local_rank),
+            "LOCAL_WORLD_SIZE": str(environment.local_world_size),
+            "GROUP_RANK": str(environment.node_rank),
+            "GROUP_WORLD_SIZE": str(environment.nodes),
+            "MASTER_ADDR": str(environment.master_addr),
+            "MASTER_PORT": str(environment.master_port),
         }
     if (framework := find_framework(env_style)) is not None:
-        return framework.variables(place, hosts, counts, roles)
+        return framework.variables(environment, hosts, counts, roles)
     raise ConfigError(
         f"--env-style {env_style} is kept by {env_style}run alone. "
         f"Use --rank-launcher {env_style}, or --on {env_style}."

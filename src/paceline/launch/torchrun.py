@@ -48,9 +48,9 @@ class Torchrun(LocalLauncher):
     rank_launchers = ("torchrun",)
     env_styles = ("torch",)
 
-    def _place(self, spec: LaunchSpec, options: RendezvousOptions | None) -> LaunchSpec:
+    def _with_placement(self, spec: LaunchSpec, options: RendezvousOptions | None) -> LaunchSpec:
         """Return the job with this node's place; a script's ``--max-restarts`` are torchrun's."""
-        spec = super()._place(spec, options)
+        spec = super()._with_placement(spec, options)
         if isinstance(options, TorchrunOptions):
             if options.rdzv_backend not in ("c10d", "static"):
                 raise ConfigError(f"--rdzv-backend must be c10d or static, but is {options.rdzv_backend!r}.")
@@ -69,7 +69,7 @@ class Torchrun(LocalLauncher):
             script_command = process_command(spec, _LOCAL_RANK)
         python, arguments = split_python(script_command)
         signals, shell = _SIGNALS, []
-        if spec.place.leaves_stop_codes:
+        if spec.placement.leaves_stop_codes:
             # torchrun would kill ranks that save for longer than 30 s: it ignores Slurm's signals.
             shell = ["sh", "-c", f"trap '' {' '.join(_REACHING_RANKS)}; exec \"$@\"", "sh"]
             signals = ",".join(name for name in _SIGNALS.split(",") if name.removeprefix("SIG") not in _REACHING_RANKS)
@@ -102,9 +102,13 @@ class Torchrun(LocalLauncher):
         """Start the agent; where several ranks print here, the one that gives each a pipe of its own."""
         spec, commands = rendered.spec, rendered.commands
         check_program(spec.command[0])
-        verdict = None if spec.place.log_directory is None else partial(_verdict, spec.place.log_directory, time.time())
+        verdict = (
+            None
+            if spec.placement.log_directory is None
+            else partial(_verdict, spec.placement.log_directory, time.time())
+        )
         starter = RankStarter(name="torchrun", verdict=verdict)
-        if spec.place.leaves_stop_codes:
+        if spec.placement.leaves_stop_codes:
             starter = replace(starter, death_signal=signal.SIGINT, signal_ranks=signal_ranks)
         if spec.local_world_size > 1 and shared_outputs():
             starter = replace(starter, piped_ranks=spec.local_world_size)
@@ -114,7 +118,7 @@ class Torchrun(LocalLauncher):
         return SupervisedJob(
             commands,
             starter=starter,
-            directory=spec.place.log_directory,
+            directory=spec.placement.log_directory,
             grace_s=spec.recovery.grace_s,
         )
 
@@ -141,34 +145,36 @@ def _rendezvous(spec: LaunchSpec, backend: str) -> list[str]:
             return ["--standalone", "--local-addr=127.0.0.1"]  # not this machine's name, which may not resolve
         return ["--nnodes=1", "--master-addr=127.0.0.1", f"--master-port={spec.master_port}"]
     if backend == "static":
-        assert spec.place.rdzv_endpoint is not None
-        host, port = parse_endpoint(spec.place.rdzv_endpoint, "--rdzv-endpoint")
+        assert spec.placement.rdzv_endpoint is not None
+        host, port = parse_endpoint(spec.placement.rdzv_endpoint, "--rdzv-endpoint")
         return [
             f"--nnodes={least}",
-            f"--node-rank={spec.place.node_rank}",
+            f"--node-rank={spec.placement.node_rank}",
             f"--master-addr={host}",
             f"--master-port={port}",
         ]
     # Workers meet at the address of one of the agents, which by default reports its hostname.
     address = _address_for_loopback_name(spec)
     is_host, local_addr = [], [] if address is None else [f"--local-addr={address}"]
-    if spec.place.node_rank is not None:
-        is_host = [f"--rdzv-conf=is_host={int(spec.place.node_rank == 0)}"]
-        local_addr = [f"--local-addr={host}" for host in spec.place.hosts[spec.place.node_rank :][:1]] or local_addr
+    if spec.placement.node_rank is not None:
+        is_host = [f"--rdzv-conf=is_host={int(spec.placement.node_rank == 0)}"]
+        local_addr = [
+            f"--local-addr={host}" for host in spec.placement.hosts[spec.placement.node_rank :][:1]
+        ] or local_addr
     return [
         f"--nnodes={least}:{most}" if most > least else f"--nnodes={least}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={spec.place.rdzv_endpoint}",
-        f"--rdzv-id={spec.place.rdzv_id}",
+        f"--rdzv-endpoint={spec.placement.rdzv_endpoint}",
+        f"--rdzv-id={spec.placement.rdzv_id}",
         *(*is_host, *local_addr),
     ]
 
 
 def _address_for_loopback_name(spec: LaunchSpec) -> str | None:
     """Return this node's address for the others, if its own name is a loopback address, as 127.0.1.1 on Debian."""
-    if spec.place.rdzv_endpoint is None:
+    if spec.placement.rdzv_endpoint is None:
         return None
-    host, port = parse_endpoint(spec.place.rdzv_endpoint, "--rdzv-endpoint")
+    host, port = parse_endpoint(spec.placement.rdzv_endpoint, "--rdzv-endpoint")
     with suppress(OSError):  # no such name, as on a machine that only prints the command
         if is_loopback(socket.gethostbyname(socket.gethostname())) and socket.gethostbyname(host):
             return address_beside(host, port)

@@ -23,7 +23,7 @@ spec = LaunchSpec(
     nproc=(nproc,),
     threads=1,
     nodes=(2, 2) if sys.argv[4:] else (1, 1),
-    place=Placement(
+    placement=Placement(
         log_directory=RunDirectory(Path.cwd()), rdzv_endpoint=f"127.0.0.1:{sys.argv[4]}" if sys.argv[4:] else None
     ),
     recovery=RecoveryPolicy(

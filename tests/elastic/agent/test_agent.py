@@ -171,7 +171,7 @@ def company(tmp_path: Path) -> Iterator[PeerDirectory]:
     spec = LaunchSpec(
         command=("worker",),
         job_file=tmp_path / "job.toml",
-        place=Placement(log_directory=directory),
+        placement=Placement(log_directory=directory),
     )
     files = FileWork(lambda: None)
     yield PeerDirectory(spec, directory, meeting, None, files)

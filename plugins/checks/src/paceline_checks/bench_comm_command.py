@@ -91,19 +91,19 @@ def comm(
         warmup=warmup,
         interface=interface,
     )
-    place = detect_environment()
-    link = find_link(link_gbps, one_machine=place.nodes == 1, interface=interface)
-    if place.world_size == 1 and mode == "process-per-device" and nproc > 1:
+    environment = detect_environment()
+    link = find_link(link_gbps, one_machine=environment.nodes == 1, interface=interface)
+    if environment.world_size == 1 and mode == "process-per-device" and nproc > 1:
         with without_rank_variables():
             return _start_ranks(plan, sys.argv[1:])
 
     from paceline_checks.run_collectives import run_plan
 
     results: list[CollectiveTiming] = []
-    carrier, ranks = run_plan(plan, place, results.append)
-    if place.rank != 0:
+    carrier, ranks = run_plan(plan, environment, results.append)
+    if environment.rank != 0:
         return 0
-    report = CommunicationReport(carrier, mode, ranks, place.nodes, link, results)
+    report = CommunicationReport(carrier, mode, ranks, environment.nodes, link, results)
     if plot is not None:
         report.plot(plot)
     print_report(report, json=json, markdown=markdown)

@@ -54,7 +54,7 @@ _ROUND_BYTES = 64 * 2**20
 
 
 def run_plan(
-    plan: CommunicationPlan, place: Environment, report: Callable[[CollectiveTiming], None]
+    plan: CommunicationPlan, environment: Environment, report: Callable[[CollectiveTiming], None]
 ) -> tuple[str, int]:
     """Measure, as one of the job's processes; return what carried the data, and the number of ranks.
 
@@ -64,15 +64,15 @@ def run_plan(
     Raises:
         ConfigError: there are not as many GPUs, or the backend cannot be used here.
     """
-    require_gpus(plan, place.local_world_size)
+    require_gpus(plan, environment.local_world_size)
     if plan.mode == "one-process":
         return _drive(OneThreadEngine(plan.nproc), plan, report)
     if plan.backend == "mpi":
         return _drive(MpiEngine.world(), plan, report)
-    with _store(place, plan.interface) as store:
+    with _store(environment, plan.interface) as store:
         if plan.mode == "threads-per-device":
-            return _drive_threads(plan, place, store, report)
-        return _drive(_group(plan, store, place.rank, place, place.local_rank), plan, report)
+            return _drive_threads(plan, environment, store, report)
+        return _drive(_group(plan, store, environment.rank, environment, environment.local_rank), plan, report)
 
 
 def _drive(
@@ -88,19 +88,19 @@ def _drive(
 
 
 def _drive_threads(
-    plan: CommunicationPlan, place: Environment, store: Store, report: Callable[[CollectiveTiming], None]
+    plan: CommunicationPlan, environment: Environment, store: Store, report: Callable[[CollectiveTiming], None]
 ) -> tuple[str, int]:
     """Run a thread for each of this process's ranks; Ctrl-C ends the process."""
     titles: list[tuple[str, int]] = []
     errors: list[BaseException] = []
-    whole = replace(place, world_size=place.world_size * plan.nproc)
+    whole = replace(environment, world_size=environment.world_size * plan.nproc)
 
     def drive(number: int) -> None:
         try:
-            rank = place.rank * plan.nproc + number
+            rank = environment.rank * plan.nproc + number
             # A client waits for one thing at a time, and the threads wait for each other.
             client = store.clone()  # type: ignore[attr-defined]
-            device = place.local_rank * plan.nproc + number
+            device = environment.local_rank * plan.nproc + number
             group = _group(plan, client, rank, whole, device)
             titles.append(_drive(group, plan, report))
         except BaseException as error:
@@ -120,21 +120,23 @@ def _drive_threads(
     return titles[0]
 
 
-def _group(plan: CommunicationPlan, store: Store, rank: int, place: Environment, device: int) -> GroupEngine:
+def _group(plan: CommunicationPlan, store: Store, rank: int, environment: Environment, device: int) -> GroupEngine:
     if plan.backend == "nccl":
-        return GroupEngine.nccl(store, rank, place.world_size, torch.device("cuda", device))
-    return GroupEngine.gloo(store, rank, place.world_size, one_machine=place.nodes == 1, interface=plan.interface)
+        return GroupEngine.nccl(store, rank, environment.world_size, torch.device("cuda", device))
+    return GroupEngine.gloo(
+        store, rank, environment.world_size, one_machine=environment.nodes == 1, interface=plan.interface
+    )
 
 
 @contextmanager
-def _store(place: Environment, interface: str | None) -> Iterator[Store]:
+def _store(environment: Environment, interface: str | None) -> Iterator[Store]:
     """Return the store of the ranks' groups."""
-    if place.world_size == 1:
+    if environment.world_size == 1:
         store = HashStore()
         store.set_timeout(_STORE_TIMEOUT)
         yield store
         return
-    with rendezvous(place, {}, generation=0, interface=interface, timeout_s=_MEETING_TIMEOUT_S) as meeting:
+    with rendezvous(environment, {}, generation=0, interface=interface, timeout_s=_MEETING_TIMEOUT_S) as meeting:
         yield PrefixStore("comm", meeting.store)
 
 

@@ -432,12 +432,12 @@ class EtcdLeadership:
         record, here = self._seen.record, self._reachable_nodes
         if self._asks or self._trouble or self._may_lose_more or record is None:
             return
-        roster = self._node_set.nodes
-        alive = (self._seen.alive - self._gone) & frozenset(roster)
+        before = self._node_set.nodes
+        alive = (self._seen.alive - self._gone) & frozenset(before)
         self._is_short = 2 * len(here) < len(alive | here)
         if self._is_short:
             return
-        staying = (node for node in roster if node in here and node not in self._dismissed)
+        staying = (node for node in before if node in here and node not in self._dismissed)
         # The last node cannot leave, because no node could add another one.
         nodes = (*staying, *self._admitted) or (self.node,)
         may_regroup = self._is_last_group_dead and self._next_group and self._next_group <= frozenset(nodes)

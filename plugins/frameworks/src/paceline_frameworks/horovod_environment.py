@@ -16,11 +16,11 @@ def detect_horovod(environ: Mapping[str, str]) -> Environment:
     Raises:
         ConfigError: a variable is malformed, or missing.
     """
-    place = rank_by_variables("horovod", environ, _VARIABLES)
+    environment = rank_by_variables("horovod", environ, _VARIABLES)
     server = [environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}", "") for part in ("ADDR", "PORT")]
     return replace(
-        place,
-        node_rank=integer_of(environ, "HOROVOD_CROSS_RANK", place.node_rank),
-        nodes=integer_of(environ, "HOROVOD_CROSS_SIZE", place.nodes),
+        environment,
+        node_rank=integer_of(environ, "HOROVOD_CROSS_RANK", environment.node_rank),
+        nodes=integer_of(environ, "HOROVOD_CROSS_SIZE", environment.nodes),
         job_id="-".join(server) if all(server) else None,
     )

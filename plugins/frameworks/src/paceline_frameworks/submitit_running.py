@@ -233,7 +233,7 @@ def _become_main(function: Callable[..., Any], script: Path) -> None:
 def place_variables(task: submitit.JobEnvironment) -> Mapping[str, str]:
     """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the like, of submitit's task."""
     several = task.num_nodes > 1
-    place = Environment(
+    environment = Environment(
         source="variables",
         rank=task.global_rank,
         world_size=task.num_tasks,
@@ -244,4 +244,4 @@ def place_variables(task: submitit.JobEnvironment) -> Mapping[str, str]:
         master_addr=task.hostnames[0] if several else "127.0.0.1",
         master_port=job_port(_job_id(task)),
     )
-    return env_style_variables("torch", place)
+    return env_style_variables("torch", environment)

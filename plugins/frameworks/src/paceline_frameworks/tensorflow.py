@@ -28,7 +28,9 @@ _LOST_S = 60.0
 _ROLES = ("chief", "worker", "ps", "evaluator")
 
 
-def variables(place: Environment, hosts: Sequence[str], counts: Sequence[int], roles: Sequence[str]) -> dict[str, str]:
+def variables(
+    environment: Environment, hosts: Sequence[str], counts: Sequence[int], roles: Sequence[str]
+) -> dict[str, str]:
     """Return TF_CONFIG: ``{"cluster": {role: [host:port, ...]}, "task": {"type": role, "index": i}}``.
 
     Every process listens on a port of its own: the master's, plus its number on its node. An evaluator is
@@ -37,29 +39,29 @@ def variables(place: Environment, hosts: Sequence[str], counts: Sequence[int], r
     Raises:
         ConfigError: the roles do not fit the ranks, or the addresses of the nodes are not known.
     """
-    if place.master_addr is None or place.master_port is None:
+    if environment.master_addr is None or environment.master_port is None:
         raise ConfigError("--env-style tensorflow needs the address of the first node.")
-    machines = list(hosts) or [place.master_addr]
-    each = list(counts) or [place.local_world_size] * place.nodes
+    machines = list(hosts) or [environment.master_addr]
+    each = list(counts) or [environment.local_world_size] * environment.nodes
     if len(machines) != len(each):
         raise ConfigError(
             f"--env-style tensorflow needs the addresses of all {len(each)} machines, but only "
             f"{len(machines)} is known: {', '.join(machines)}."
         )
     addresses = [
-        f"{machine}:{place.master_port + local}"
+        f"{machine}:{environment.master_port + local}"
         for machine, count in zip(machines, each, strict=True)
         for local in range(count)
     ]
-    kinds = list(roles) or ["worker"] * place.world_size
-    if len(kinds) != place.world_size:
-        raise ConfigError(f"--roles names {len(kinds)} processes, but there are {place.world_size}.")
+    kinds = list(roles) or ["worker"] * environment.world_size
+    if len(kinds) != environment.world_size:
+        raise ConfigError(f"--roles names {len(kinds)} processes, but there are {environment.world_size}.")
     cluster: dict[str, list[str]] = {}
     for kind, address in zip(kinds, addresses, strict=True):
         if kind != "evaluator":
             cluster.setdefault(kind, []).append(address)
-    role = kinds[place.rank]
-    task = {"type": role, "index": kinds[: place.rank].count(role)}
+    role = kinds[environment.rank]
+    task = {"type": role, "index": kinds[: environment.rank].count(role)}
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
 
 
@@ -125,7 +127,7 @@ def start(rendered: RenderedJob) -> SupervisedJob:
     serves_elsewhere = not chief_is_here and any(command.serves for command in rendered.commands)
     job = SupervisedJob(
         rendered.commands,
-        directory=rendered.spec.place.log_directory,
+        directory=rendered.spec.placement.log_directory,
         grace_s=rendered.spec.recovery.grace_s,
         ignores_sigterm=True,
         serves_elsewhere=serves_elsewhere,

@@ -105,17 +105,21 @@ def main(argv: Sequence[str]) -> int:
         raise SystemExit(128 + number)
 
     try:
-        place = detect_node()
+        environment = detect_node()
         if options.preflight:
-            endpoint = f"{place.hosts[0]}:{job_port(place.job_id or 'paceline')}" if place.nodes > 1 else None
+            endpoint = (
+                f"{environment.hosts[0]}:{job_port(environment.job_id or 'paceline')}"
+                if environment.nodes > 1
+                else None
+            )
             ranks = LaunchSpec(
                 command=options.preflight,
-                nodes=(place.nodes, place.nodes),
+                nodes=(environment.nodes, environment.nodes),
                 interface=options.interface,
-                place=Placement(
-                    node_rank=None if endpoint is None else place.node_rank,
+                placement=Placement(
+                    node_rank=None if endpoint is None else environment.node_rank,
                     rdzv_endpoint=endpoint,
-                    rdzv_id=place.job_id or "paceline",
+                    rdzv_id=environment.job_id or "paceline",
                 ),
             )
             code, interface = find_preflight().run_before(ranks)
@@ -123,14 +127,14 @@ def main(argv: Sequence[str]) -> int:
                 return code
             options.interface = options.interface or interface
         here = _RayNode(
-            place=place,
-            cpus=options.cpus or place.cpus or len(os.sched_getaffinity(0)),
+            environment=environment,
+            cpus=options.cpus or environment.cpus or len(os.sched_getaffinity(0)),
             gpus=options.gpus,
             interface=options.interface,
-            files=options.directory / f"ray-{place.job_id or 'job'}",
+            files=options.directory / f"ray-{environment.job_id or 'job'}",
         )
         with handle_signals(STOP_SIGNALS, stop):
-            return _head(here, options.command) if place.node_rank == 0 else _worker(here)
+            return _head(here, options.command) if environment.node_rank == 0 else _worker(here)
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return error.exit_code
@@ -140,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
 class _RayNode:
     """This machine, and what it gives to the cluster."""
 
-    place: NodeEnvironment
+    environment: NodeEnvironment
     cpus: int
     gpus: int | None
     interface: str | None
@@ -156,18 +160,18 @@ class _RayNode:
 
     def variables(self) -> dict[str, str]:
         """Return the variables of every process of the cluster."""
-        return cluster_variables(self.token, on_loopback=self.place.nodes == 1)
+        return cluster_variables(self.token, on_loopback=self.environment.nodes == 1)
 
 
 def _head(here: _RayNode, command: Sequence[str]) -> int:
     """Start the head, wait for the others, run the command, and end all of it."""
-    several = here.place.nodes > 1
-    if several and len(here.place.hosts) != here.place.nodes:
+    several = here.environment.nodes > 1
+    if several and len(here.environment.hosts) != here.environment.nodes:
         raise ConfigError(
-            f"the cluster has {here.place.nodes} machines, and only {len(here.place.hosts)} are named. Start "
-            " it through paceline launch, or set PACELINE_NODE_RANK, PACELINE_NODES and PACELINE_HOSTS."
+            f"the cluster has {here.environment.nodes} machines, and only {len(here.environment.hosts)} are named. "
+            "Start it through paceline launch, or set PACELINE_NODE_RANK, PACELINE_NODES and PACELINE_HOSTS."
         )
-    address = _address(here, here.place.hosts[1]) if several else "127.0.0.1"
+    address = _address(here, here.environment.hosts[1]) if several else "127.0.0.1"
     here.token.unlink(missing_ok=True)  # left by a head that was killed
     create_token(here.token)
     with contextlib.ExitStack() as stack:
@@ -194,7 +198,7 @@ def _head(here: _RayNode, command: Sequence[str]) -> int:
         if several:
             stack.callback(here.meeting.unlink, missing_ok=True)
             stack.enter_context(_door(here, address, cluster))
-            _wait_for_all(ray, here.place.nodes)
+            _wait_for_all(ray, here.environment.nodes)
         code = _run(command, {"RAY_ADDRESS": cluster, **_without_repeated_warnings(os.environ)})
         # Before the others end: while Ray runs here, it would print that theirs ends unexpectedly.
         shut_down(ray)
@@ -213,7 +217,7 @@ def _door(here: _RayNode, address: str, cluster: str) -> Iterator[None]:
     Nothing is said over these connections: their end tells the others of ours, also if we are killed.
     """
     with bound_socket(address, 0) as door:
-        door.listen(here.place.nodes)
+        door.listen(here.environment.nodes)
         content = {"cluster": cluster, "door": f"{address}:{door.getsockname()[1]}"}
         write_atomically(here.meeting, json.dumps(content).encode())
         yield
@@ -294,7 +298,7 @@ def _enter(here: _RayNode) -> tuple[str, socket.socket]:
             return content["cluster"], door
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"after {_MEETING_S:.0f} s {here.place.hosts[0]} has not started a Ray cluster that can be "
+                f"after {_MEETING_S:.0f} s {here.environment.hosts[0]} has not started a Ray cluster that can be "
                 f"reached from here, or {here.meeting.parent} is not a directory that the machines share."
             )
         time.sleep(_POLL_S)

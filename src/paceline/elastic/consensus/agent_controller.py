@@ -183,9 +183,9 @@ class AgentController:
         self.leader: MultiNodeLeader | None = None
         self._follower = Follower(spec.local_world_size, node, self._peers, partial(self._cleared, self.name))
         self.nodes: tuple[str, ...] = (self.name,)
-        self._is_joining = spec.place.joins
+        self._is_joining = spec.placement.joins
         # Of the job before this one; a node that joins finds one that has begun.
-        self._earlier_generation = -2 if spec.place.joins else last_generation(directory.ledger)
+        self._earlier_generation = -2 if spec.placement.joins else last_generation(directory.ledger)
         self._code: int | None = None
         self._is_dismissed = False  # whether this node will leave, as requested
         self._removed = ""  # why the other nodes have removed this one, so that it joins again
@@ -200,7 +200,7 @@ class AgentController:
             self.name,
             self._spec.recovery.coordinator,
             heartbeat_s=self._spec.recovery.heartbeat_s,
-            answers_within_s=0.0 if self._spec.place.joins else _ETCD_ANSWERS_S,
+            answers_within_s=0.0 if self._spec.placement.joins else _ETCD_ANSWERS_S,
             job=lambda: self._peers.job_key,
             selector=selector,
             act=self._act,
@@ -291,7 +291,7 @@ class AgentController:
         """Handle changed links, and the timeout of nodes that do not answer."""
         reason = self._peers.expire(now)
         if reason:
-            self._leave(reason, 0 if self._spec.place.joins and self._directory.has_result() else 2)
+            self._leave(reason, 0 if self._spec.placement.joins and self._directory.has_result() else 2)
             return
         if self.leader is not None:
             self.leader.expire(now)

@@ -86,8 +86,8 @@ def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
         ConfigError: an address or the token file is invalid, or the job to join is not found.
         RunDirectoryError: the directory cannot be written.
     """
-    if spec.place.rdzv_endpoint is not None:
-        endpoints = [parse_endpoint(spec.place.rdzv_endpoint, "--rdzv-endpoint")]
+    if spec.placement.rdzv_endpoint is not None:
+        endpoints = [parse_endpoint(spec.placement.rdzv_endpoint, "--rdzv-endpoint")]
     else:
         endpoints = [address for _, address in read_agents(directory)[0]]
     host, port = endpoints[0]
@@ -100,8 +100,8 @@ def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
     )
     versions = {**_versions(), "task": spec.recovery.task_digest, "coordinator": coordinator}
     hello: dict[str, Any] = {"name": name, "versions": versions}
-    may_be_first = not spec.place.joins and (
-        spec.place.node_rank == 0 or (spec.place.node_rank is None and is_ours(host))
+    may_be_first = not spec.placement.joins and (
+        spec.placement.node_rank == 0 or (spec.placement.node_rank is None and is_ours(host))
     )
     token = _token(spec, directory, creates=may_be_first)
     listener = None
@@ -110,7 +110,7 @@ def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
             listener = Listener(_listen_address(host, address, spec.interface), port, token, hello)
         except ConfigError as error:
             is_in_use = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
-            if spec.place.node_rank == 0 or not is_in_use:
+            if spec.placement.node_rank == 0 or not is_in_use:
                 raise
     is_first = listener is not None
     if listener is None:
@@ -329,7 +329,7 @@ class PeerDirectory:
         """Search for the leader, within the time limit."""
         if self._give_up_at == math.inf:
             self._give_up_at = time.monotonic() + self._spec.recovery.init_timeout_s
-            self._look_at = time.monotonic() + _LOOK_AGAIN_S if self._spec.place.joins else math.inf
+            self._look_at = time.monotonic() + _LOOK_AGAIN_S if self._spec.placement.joins else math.inf
 
     def stop_looking(self) -> None:
         """End the search, because the leader is found."""

@@ -65,8 +65,8 @@ def local_ranks(spec: LaunchSpec, command: tuple[str, ...], options: RendezvousO
     Raises:
         ConfigError: the place of one of several nodes is not given.
     """
-    place = options or spec.place
-    if spec.nodes[1] > 1 and (place.node_rank is None or place.rdzv_endpoint is None):
+    placement = options or spec.placement
+    if spec.nodes[1] > 1 and (placement.node_rank is None or placement.rdzv_endpoint is None):
         raise ConfigError("--preflight with --nodes above 1 needs --node-rank and --rdzv-endpoint.")
     return LaunchSpec(
         command=command,
@@ -76,7 +76,9 @@ def local_ranks(spec: LaunchSpec, command: tuple[str, ...], options: RendezvousO
         interface=spec.interface,
         master_port=spec.master_port if spec.nodes[1] == 1 else None,
         env=spec.env,
-        place=Placement(node_rank=place.node_rank, rdzv_endpoint=place.rdzv_endpoint, rdzv_id=place.rdzv_id),
+        placement=Placement(
+            node_rank=placement.node_rank, rdzv_endpoint=placement.rdzv_endpoint, rdzv_id=placement.rdzv_id
+        ),
     )
 
 
@@ -101,7 +103,7 @@ def run_before(spec: LaunchSpec) -> tuple[int, str | None]:
     if report is None:
         return code or 1, None
     failed = report.status == "fail"
-    if not spec.place.node_rank:
+    if not spec.placement.node_rank:
         for check in report.checks:
             if check.status != "pass":
                 text = f"preflight {check.status}: {check.where}: {check.found}. {check.advice}"
