@@ -17,7 +17,7 @@ from paceline.runs import checkpoint_shards
 from paceline.runs import checkpointer as checkpointer_module
 from paceline.runs.checkpoint_manifest import CheckpointInfo, problems, read_manifest
 from paceline.runs.checkpoint_shards import FORMAT, StoredTensor, Writers
-from paceline.runs.checkpoint_state import Snapshot, TensorShard
+from paceline.runs.checkpoint_state import Snapshot, TensorShard, flatten
 from paceline.runs.checkpoint_store import newest_verified, scan
 from paceline.runs.checkpointer import Checkpointer, load
 
@@ -207,3 +207,46 @@ def test_tensors_may_change_after_a_write_that_failed(
         checkpointer.wait_for_tensors()
         with suppress(CheckpointWriteError):
             checkpointer.wait()
+
+
+TASK = """
+import time
+from paceline.runs import checkpoint_shards, checkpointer
+from paceline_tasks.transformer import Transformer
+
+checkpointer._COPIED_BYTES = 0
+write_file = checkpoint_shards.write_file
+
+
+def write_late(path, buffers):
+    if path.name.startswith("rank-"):
+        time.sleep(0.3)  # several steps
+    return write_file(path, buffers)
+
+
+checkpoint_shards.write_file = write_late
+
+
+class Slow(Transformer):
+    pass
+"""
+
+
+@pytest.mark.integration
+def test_steps_after_a_save_do_not_change_what_is_written(run_processes: Any, tmp_path: Path) -> None:
+    task = tmp_path / "slow.py"
+    task.write_text(TASK)
+    words = ["--max-steps", "4", "--threads", "1", "--quiet", "--checkpoint-every", "1steps", "--keep-checkpoints", "9"]
+    words += ["--microbatches", "2", "--set", "width=16", "--set", "layers=1", "--set", "context=8"]
+    found = []
+    for options in (["--nproc", "2", "--strategy", "fsdp"], ["--nproc", "1"]):
+        run = tmp_path / options[1]
+        done = run_processes.paceline("train", f"{task}:Slow", *words, *options, "--run-dir", run)
+        assert done.returncode == 0, done.stderr
+        found.append([load(path).state for path in scan(run / "checkpoints")])
+    for sharded, whole in zip(*found, strict=True):
+        assert sharded["progress"]["step"] == whole["progress"]["step"]
+        for part in ("model", "optimizers"):
+            ours, theirs = flatten(sharded[part]), flatten(whole[part])
+            assert ours[0].keys() == theirs[0].keys()
+            assert all(torch.equal(ours[0][name], theirs[0][name]) for name in ours[0]), part
