@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import sys
 import threading
 import time
@@ -89,10 +90,8 @@ def test_openais_client_has_the_answers_of_generate_alone(run_processes: Process
     secret = tmp_path / "token"
     secret.write_text(f"{TOKEN}\n")
     secret.chmod(0o600)
-    with served(run_processes, first, "--token-file", str(secret), "--cors-origin", "https://example.org") as (
-        ready,
-        process,
-    ):
+    options = ("--token-file", str(secret), "--cors-origin", "https://example.org", "--receive-timeout", "3s")
+    with served(run_processes, first, *options) as (ready, process):
         assert not any(TOKEN in word for child in process.children(recursive=True) for word in child.cmdline())
         with pytest.raises(openai.AuthenticationError, match="the token is missing or wrong"):
             client_of(ready).chat.completions.create(**ASK)
@@ -128,6 +127,12 @@ def test_openais_client_has_the_answers_of_generate_alone(run_processes: Process
         metrics = httpx.get(f"{ready['url']}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}).text
         assert 'paceline_requests_total{code="200"} 20.0' in metrics
         assert httpx.get(f"{ready['url']}/metrics").status_code == 401
+        address = httpx.URL(ready["url"])
+        with socket.create_connection((address.host, address.port or 80), timeout=30) as slow:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {TOKEN}\r\n"
+            slow.sendall(f"{head}Content-Length: 9\r\n\r\n{{".encode())  # and no more
+            answer = b"".join(iter(lambda: slow.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 408 ")
 
 
 @pytest.mark.system

@@ -63,6 +63,7 @@ class GatewayOptions:
     open_model: Callable[[Path], Path]
     max_requests: int
     max_body_bytes: int
+    receive_timeout_s: float
     startup_timeout_s: float
     drain_delay_s: float
 
@@ -249,10 +250,14 @@ class Gateway:
     async def _send(self, engine: EngineProcess, request: Request) -> httpx.Response:
         """Send a request to the engine; return its answer at the first byte, or drop it if the client leaves."""
         body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > self._options.max_body_bytes:
-                raise RequestFailure(413, f"the request is larger than {self._options.max_body_bytes} bytes.")
+        try:
+            async with asyncio.timeout(self._options.receive_timeout_s):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > self._options.max_body_bytes:
+                        raise RequestFailure(413, f"the request is larger than {self._options.max_body_bytes} bytes.")
+        except TimeoutError:
+            raise RequestFailure(408, "the request came too slowly.") from None
         content = self._addressed(bytes(body), engine) if request.method == "POST" else bytes(body)
         headers = {name: value for name, value in request.headers.items() if name not in _PRIVATE}
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")

@@ -273,6 +273,7 @@ def _serve_engine(
         open_model=open_language_model,
         max_requests=options.max_queue,
         max_body_bytes=options.max_body_bytes,
+        receive_timeout_s=options.receive_timeout_s,
         startup_timeout_s=options.startup_timeout_s,
         drain_delay_s=options.drain_delay_s,
     )
