@@ -61,7 +61,7 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
         fan_in_fan_out=any(transposed),
     )
     try:
-        with silence_loggers(*NOISY):
+        with silence_loggers(*NOISY), hide_modules("bitsandbytes"):
             inject_adapter_in_model(config, module)
     except ValueError as error:
         raise ConfigError(f"--lora: peft refuses these layers: {error} Name others with target=.") from error
@@ -120,7 +120,7 @@ def require_peft() -> None:
         ConfigError: it cannot be imported.
     """
     try:
-        # It would import bitsandbytes for layers that are not used here, which takes seconds.
+        # It and what it calls would import bitsandbytes for layers that are not used here, which takes seconds.
         with silence_loggers(*NOISY), hide_modules("bitsandbytes"):
             import peft  # noqa: F401
     except ImportError as error:

@@ -23,6 +23,7 @@ from paceline_fine_tuning.adapters import (
     require_peft,
 )
 from paceline_fine_tuning.options import FineTuningOptions
+from paceline_fine_tuning.quantization import hide_modules
 from paceline_lm.directories import ModelToWrite, export_directory
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -66,7 +67,8 @@ def write_peft(trained: ModelToWrite, directory: Path, quantization: Quantizatio
             for letter, tensor in zip("AB", matrices(state, layer), strict=True)
         }
         safetensors.torch.save_file(adapters, directory / "adapter_model.safetensors", {"format": "pt"})
-        loaded: nn.Module = PeftModel.from_pretrained(base, str(directory))
+        with hide_modules("bitsandbytes"):
+            loaded: nn.Module = PeftModel.from_pretrained(base, str(directory))
     return loaded
 
 
