@@ -29,11 +29,11 @@ def became(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
 
 def start(run: Path, *, index: int, nodes: str, most: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Do what a pod does, whose preflight writes how many machines are examined, and fails."""
+    """Do what a pod does, whose preflight writes how many machines are examined, whole in each rank, and fails."""
     monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
     monkeypatch.setenv("PACELINE_NODES", str(most))
     monkeypatch.setenv("PACELINE_HOSTS", ",".join(["127.0.0.1"] * most))
-    preflight = shlex.join(["sh", "-c", 'echo "$0" > "$1"; exit 3', "{nnodes}", f"{run}/preflight"])
+    preflight = shlex.join(["sh", "-c", 'echo "$0" > "$1.$$"; mv "$1.$$" "$1"; exit 3', "{nnodes}", f"{run}/preflight"])
     command = ("python", "-m", "paceline", "train", "net", "--run-dir", str(run))
     words = ["--rank-launcher", "agent", "--nodes", nodes, "--nproc", "2", "--preflight", preflight]
     return node.main([*words, "--", *command])
