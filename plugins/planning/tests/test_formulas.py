@@ -41,13 +41,18 @@ PIECES = tuple(
     for name, nbytes in (("a", 1600), ("b", 1200), ("c", 1200))
 )
 # Each piece saves 200, 200 and 100, hands on 50, and makes its gradient in backward.
-EVENTS = ((0, 200), (1, 200), (2, 100), (2, 1200), (2, -1300), (1, 1200), (1, -1400), (0, 1000), (0, -1200))
+EVENTS = (
+    *((0, 200), (1, 200), (2, 100)),
+    *((2, 1200), (2, -1200), (2, -100)),
+    *((1, 1200), (1, -1200), (1, -200)),
+    *((0, 1000), (0, -1000), (0, -200)),
+)
 TRACE = MemoryTrace(
     events=EVENTS,
     forward_events=3,
     flops=(400_000, 300_000, 300_000),
     output_bytes=(50, 50, 4),
-    gradient_events=frozenset({3, 5, 7}),
+    gradient_events=frozenset({3, 4, 6, 7, 9, 10}),
 )
 # Backward computes a third of all once more.
 TRACES: dict[Variant, MemoryTrace] = {
@@ -64,13 +69,14 @@ WHOLE = ModelPart(
     flops=1_000_000,
     root_bytes=1000,
     block_bytes=(1000, 1200, 800),
+    block_pieces=(0, 1, 2),
     lowered_root_bytes=900,
     lowered_block_bytes=(500, 600, 400),
     activations={
-        ("fp32", "none"): Activations(saved=500, peak=1700, peak_without_gradients=500),
-        ("fp32", "selective"): Activations(saved=200, peak=1450, peak_without_gradients=250),
-        ("fp32", "block"): Activations(saved=104, peak=1350, peak_without_gradients=150),
-        ("bf16 gathers", "none"): Activations(saved=250, peak=1500, peak_without_gradients=300),
+        ("fp32", "none"): Activations(saved=500, peak=1700, forward_peak=500, backward_peaks=(500,) * 3),
+        ("fp32", "selective"): Activations(saved=200, peak=1450, forward_peak=250, backward_peaks=(250,) * 3),
+        ("fp32", "block"): Activations(saved=104, peak=1350, forward_peak=150, backward_peaks=(150,) * 3),
+        ("bf16 gathers", "none"): Activations(saved=250, peak=1500, forward_peak=300, backward_peaks=(300,) * 3),
     },
 )
 # Three quarters of all that is there are split; what is added up is 600 bytes of a micro-batch.
@@ -83,10 +89,12 @@ HALF = dataclasses.replace(
     reduced_bytes=600,
     root_bytes=625,
     block_bytes=(625, 750, 500),
+    block_pieces=(0, 1, 2),
     lowered_root_bytes=550,
     lowered_block_bytes=(312, 375, 250),
     activations={
-        variant: Activations(saved=400, peak=1100, peak_without_gradients=400) for variant in WHOLE.activations
+        variant: Activations(saved=400, peak=1100, forward_peak=400, backward_peaks=(400,) * 3)
+        for variant in WHOLE.activations
     },
 )
 M = Measurement(
@@ -248,8 +256,10 @@ def test_micro_batches_that_stages_hold(schedule: Any, of_stages: list[int]) -> 
 
 
 def test_pieces_own_what_they_make() -> None:
-    assert activations(TRACE, 0, 3) == Activations(saved=500, peak=1700, peak_without_gradients=500)
-    assert activations(TRACE, 0, 1) == Activations(saved=200, peak=1200, peak_without_gradients=200)
+    assert activations(TRACE, 0, 3) == Activations(
+        saved=500, peak=1700, forward_peak=500, backward_peaks=(200, 400, 500)
+    )
+    assert activations(TRACE, 0, 1) == Activations(saved=200, peak=1200, forward_peak=200, backward_peaks=(200,))
     assert activations(TRACE, 1, 3).peak == 200 + 100 + 1200
 
 

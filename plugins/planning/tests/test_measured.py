@@ -113,8 +113,7 @@ def test_the_peak_is_within_a_tenth(
 
 LANGUAGE = Path(__file__).with_name("language_models.py")
 LANGUAGE_CASES = [
-    *((kind, strategy, "none") for kind in ("llama", "qwen2", "gpt2") for strategy in ("ddp", "fsdp")),
-    ("cohere", "ddp", "none"),
+    *((kind, strategy, "none") for kind in ("llama", "qwen2", "gpt2", "cohere") for strategy in ("ddp", "fsdp")),
     *(("llama", "fsdp", recompute) for recompute in ("selective", "block")),
 ]
 

@@ -309,6 +309,7 @@ def _dissect(
         module,
         exclude_tied(module, wrap_units(module, "auto")),
         traces,
+        called,
         optimizer_bytes=nbytes(state),
         optimizer_temporary=max(0, live.peak - live.now),
     )
@@ -331,7 +332,12 @@ def _halved(
     """
     traces, called = _trace(task, module, batch, microbatch, ("fp32",), split=split)
     was = before.whole
-    whole = _part(module, inner, traces, reduced_bytes=split.reduced_bytes, optimizer_bytes=0, optimizer_temporary=0)
+    whole = _part(
+        *(module, inner, traces, called),
+        reduced_bytes=split.reduced_bytes,
+        optimizer_bytes=0,
+        optimizer_temporary=0,
+    )
     share = whole.gradient_bytes / was.gradient_bytes
     whole = dataclasses.replace(
         whole,
@@ -347,11 +353,24 @@ def _halved(
     )
 
 
-def _part(module: nn.Module, inner: list[nn.Module], traces: Mapping[Variant, MemoryTrace], **others: int) -> ModelPart:
+def _part(
+    module: nn.Module,
+    inner: list[nn.Module],
+    traces: Mapping[Variant, MemoryTrace],
+    called: Sequence[tuple[str, nn.Module]],
+    **others: int,
+) -> ModelPart:
     """Return a model as it was run, with what else is known of it."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     root, block_bytes = _gathered(module, inner, lowered=False)
     lowered_root, lowered_blocks = _gathered(module, inner, lowered=True)
+    units = {id(unit) for unit in inner}
+    piece_of: dict[int, int] = {}
+    for number, (_, piece) in enumerate(called):
+        parts = {id(part) for part in piece.modules()}
+        for unit in inner:
+            if id(unit) in parts or any(part is piece for part in unit.modules()):
+                piece_of.setdefault(id(unit), number)
     return ModelPart(
         parameter_bytes=nbytes(module.parameters()),
         gradient_bytes=nbytes(trained),
@@ -359,6 +378,7 @@ def _part(module: nn.Module, inner: list[nn.Module], traces: Mapping[Variant, Me
         flops=sum(traces["fp32", "none"].flops),
         root_bytes=root,
         block_bytes=block_bytes,
+        block_pieces=tuple(piece_of[id(unit)] for unit in module.modules() if id(unit) in units),
         lowered_root_bytes=lowered_root,
         lowered_block_bytes=lowered_blocks,
         activations={variant: activations(trace, 0, len(trace.flops)) for variant, trace in traces.items()},

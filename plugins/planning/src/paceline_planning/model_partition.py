@@ -157,12 +157,14 @@ class Activations:
     Attributes:
         saved: kept for backward when forward is done; weights that autocast has converted are among it.
         peak: the most at any time of forward and backward, new gradients included.
-        peak_without_gradients: the same without the weights' new gradients.
+        forward_peak: the most in forward, without weights' new gradients.
+        backward_peaks: the most in the backward of each piece, without weights' new gradients.
     """
 
     saved: int
     peak: int
-    peak_without_gradients: int
+    forward_peak: int
+    backward_peaks: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +183,7 @@ class ModelPart:
         reduced_bytes: of tensors that all ranks of a tensor-parallel group add up.
         root_bytes: the parameters that fsdp gathers with the whole model.
         block_bytes: the other modules that it gathers, in the model's order.
+        block_pieces: the piece that each of them is, or is in.
         lowered_root_bytes, lowered_block_bytes: the same where it gathers layers that autocast casts in half precision.
         activations: by precision, and by what backward recomputes.
     """
@@ -196,6 +199,7 @@ class ModelPart:
     reduced_bytes: int = 0
     root_bytes: int = 0
     block_bytes: tuple[int, ...] = ()
+    block_pieces: tuple[int, ...] = ()
     lowered_root_bytes: int = 0
     lowered_block_bytes: tuple[int, ...] = ()
     activations: Mapping[Variant, Activations]
@@ -294,7 +298,8 @@ class Watched:
 
 def activations(trace: MemoryTrace, first: int, last: int) -> Activations:
     """Return the part of the pieces from ``first`` up to, without, ``last``."""
-    now = saved = peak = gradients = without = 0
+    now = saved = peak = gradients = forward_peak = 0
+    backward_peaks = [0] * (last - first)
     for number, (piece, delta) in enumerate(trace.events):
         if number == trace.forward_events:
             saved = now
@@ -302,8 +307,11 @@ def activations(trace: MemoryTrace, first: int, last: int) -> Activations:
             now += delta
             gradients += delta if number in trace.gradient_events else 0
             peak = max(peak, now)
-            without = max(without, now - gradients)
-    return Activations(saved=saved, peak=peak, peak_without_gradients=without)
+            if number < trace.forward_events:
+                forward_peak = max(forward_peak, now - gradients)
+            elif delta > 0:  # what is freed belongs to the piece that made it
+                backward_peaks[piece - first] = max(backward_peaks[piece - first], now - gradients)
+    return Activations(saved=saved, peak=peak, forward_peak=forward_peak, backward_peaks=tuple(backward_peaks))
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -422,8 +430,8 @@ def _estimated(one: ModelPart, half: ModelPart, variant: Variant) -> Activations
     return Activations(
         saved=of(own.saved, without_copies.saved, was.saved, now.saved),
         peak=of(own.peak, without_copies.peak, was.peak, now.peak),
-        peak_without_gradients=of(
-            *(own.peak_without_gradients, without_copies.peak_without_gradients),
-            *(was.peak_without_gradients, now.peak_without_gradients),
+        forward_peak=of(own.forward_peak, without_copies.forward_peak, was.forward_peak, now.forward_peak),
+        backward_peaks=tuple(
+            map(of, own.backward_peaks, without_copies.backward_peaks, was.backward_peaks, now.backward_peaks)
         ),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from paceline.core.config import config_from_mapping
@@ -242,7 +243,7 @@ def _of_rank(
     # What came in and what went out stay with each micro-batch until its backward.
     others = (in_flight - 1) * saved + in_flight * part.received_bytes
     if layout.fsdp > 1:
-        return _fsdp(m, part, measured.peak_without_gradients + others, layout, reduction, num_microbatches)
+        return _fsdp(m, part, measured, others, layout, reduction, num_microbatches)
     if layout.zero_stage:
         return _deepspeed(m, part, peak, layout)
     ranks = layout.data_ranks
@@ -267,16 +268,17 @@ def _of_rank(
 def _fsdp(
     m: Measurement,
     part: ModelPart,
-    peak: int,
+    measured: Activations,
+    others: int,
     layout: RankLayout,
     reduction: Reduction,
     num_microbatches: int,
 ) -> Memory:
     """Predict fsdp: a rank holds its shards, and in addition the gathered blocks.
 
-    While a block's backward runs, there are: its gathered parameters and new gradients, the gathered
-    parameters of the block before it, which are fetched in advance, and the gradients of the block after it,
-    which are on their way. The root's parameters and gradients are there all the time.
+    Its peak is in forward, or in the backward of one of the blocks. While that runs, there are: the block's gathered
+    parameters and new gradients, the gathered parameters of the block before it, which are fetched in advance, and the
+    gradients of the block after it, which are on their way. The root's parameters and gradients are there all the time.
     """
     ranks = layout.fsdp
     piece = -(-part.parameter_bytes // ranks)
@@ -287,13 +289,20 @@ def _fsdp(
     root, of_blocks = part.root_bytes, part.block_bytes
     if layout.mixed_precision:
         root, of_blocks = part.lowered_root_bytes, part.lowered_block_bytes
-    around = zip((0, *of_blocks), of_blocks, (*part.block_bytes[1:], 0), strict=False)  # sums are in fp32
-    blocks = max((before + 2 * own + after for before, own, after in around), default=0)
     # In a step's first backward, gradients come as activations go; before any later one they are all there.
     overlap = piece if num_microbatches <= layout.data_ranks else 0
-    activations = max(0, peak - overlap)
+    most = max(measured.forward_peak, *measured.backward_peaks)
+    # (Gathered, activations): in forward a block with the next one, or all of a model without blocks.
+    moments = [(root + max(map(sum, pairwise((0, *of_blocks, 0)))), max(0, measured.forward_peak + others - overlap))]
+    if not of_blocks:
+        moments.append((2 * root, max(0, most + others - overlap)))
+    around = zip((0, *of_blocks), of_blocks, (*part.block_bytes[1:], 0), strict=False)  # sums are in fp32
+    for number, (before, own, after) in enumerate(around):
+        arrived = min(overlap, sum(part.block_bytes[number + 1 :]) // ranks)
+        now = measured.backward_peaks[part.block_pieces[number]] + others
+        moments.append((2 * root + before + 2 * own + after, max(0, now - overlap + arrived)))
+    gathered, activations = max(moments, key=sum)
     optimizer_temporary = -(-part.optimizer_temporary // ranks)
-    gathered = 2 * root + blocks
     return Memory(
         parameters=piece + part.buffer_bytes,
         gradients=piece + open_sums + part.buffer_bytes,
