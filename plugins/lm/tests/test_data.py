@@ -372,3 +372,35 @@ def test_patterns_and_addresses_are_files(tmp_path: Path, monkeypatch: pytest.Mo
     for missing in ("bin:none-*.bin", f"bin:file://{tmp_path}/none.bin"):
         with pytest.raises(paceline.TaskError, match=r"--data bin:.*(no file matches|no such object)"):
             parse_sources(missing, "--data")[0].files("--data")
+
+
+CHATS = '{"messages": [{"role": "user", "content": "Hi"}%s]}'
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "is empty. Each line is a document"),
+        (b"\xef\xbb\xbf\n", "is empty"),
+        (b'\xef\xbb\xbf{"text": "He sees."}\r\n', 1),
+        ('{"text": "He\u2028sees\u0085."}'.encode(), 1),
+        (b'{"text": "He sees."}\n' * 2, 2),
+        (b'{"text": "He sees."}\nHe sees.\n', "line 2: this is not JSON"),
+        (b"\x28\xb5\x2f\xfd\x00", "line 1: the file is compressed: unzstd it first"),
+        (b'{"text": "He sees.\\ud800"}', "line 1: the text has half of a surrogate pair"),
+        (b'{"conversations": []}', r"line 1: .* Write a chat as messages: jq"),
+        (b'{"instruction": "a", "output": "b"}', r"line 1: .* Write prompts: jq"),
+        (b'{"prompt": "a", "chosen": "b"}', r"line 1: .* Preferences are for TRL"),
+        ((CHATS % "").encode(), "none of its 1 documents has a token to learn. A chat needs an answer"),
+        ((CHATS % ', {"role": "assistant", "content": null}').encode(), 'line 1: an answer has no "content"'),
+        ((CHATS % ', {"from": "gpt", "value": "a"}').encode(), r'line 1: a message must be an object with "role"'),
+        ((CHATS % ', {"role": "tool", "content": "3"}, {"role": "assistant", "content": "b"}').encode(), 1),
+    ],
+)
+def test_odd_files_are_read_or_refused_by_line(tmp_path: Path, content: bytes, expected: int | str) -> None:
+    (tmp_path / "odd.jsonl").write_bytes(content)
+    if isinstance(expected, int):
+        assert len(read_documents([tmp_path / "odd.jsonl"], train_tokenizer(), 64)) == expected
+    else:
+        with pytest.raises(paceline.TaskError, match=rf"odd.jsonl.*{expected}"):
+            read_documents([tmp_path / "odd.jsonl"], train_tokenizer(), 64)

@@ -295,8 +295,8 @@ class FullyShard:
     def full(self, state: Any, *, keep: bool) -> Any:
         return gather_full(state, keep=keep)
 
-    def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
-        clip_gradients(module.parameters(), max_norm)
+    def clip_gradients(self, module: nn.Module, max_norm: float) -> torch.Tensor:
+        return clip_gradients(module.parameters(), max_norm)
 
 
 def _require_shardable(module: nn.Module) -> None:

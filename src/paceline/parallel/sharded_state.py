@@ -233,8 +233,10 @@ def is_distributed(value: Any) -> bool:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """Scale the gradients such that the 2-norm of all of them, over all ranks, is at most ``max_norm``.
+
+    Returns the norm before, a scalar.
 
     Without sharded gradients this is ``torch.nn.utils.clip_grad_norm_``; with them it is a collective. torch's function
     does not support a mix of plain and distributed parameters.
@@ -245,8 +247,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     gradients: list[Any] = [parameter.grad for parameter in with_gradient]
     if not any(is_distributed(gradient) for gradient in gradients):
-        nn.utils.clip_grad_norm_(with_gradient, max_norm)
-        return
+        return nn.utils.clip_grad_norm_(with_gradient, max_norm)
     # Sum shards along the mesh dimensions over which they are sharded; replicated gradients count once.
     spread: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -256,6 +257,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for parts in spread.values():
         foreach_mul_(parts, factor.to(parts[0].dtype))
+    return norm
 
 
 @torch.no_grad()

@@ -79,8 +79,8 @@ class ParameterLayout(Protocol):
             keep: whether this rank needs the result; others hold one tensor at a time.
         """
 
-    def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
-        """Clip the 2-norm of the whole model's gradients; a collective."""
+    def clip_gradients(self, module: nn.Module, max_norm: float) -> torch.Tensor:
+        """Clip the 2-norm of the whole model's gradients, and return it as it was; a collective."""
 
 
 class ComposedLayout:
@@ -114,8 +114,8 @@ class ComposedLayout:
             state = layout.full(state, keep=keep)
         return state
 
-    def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
-        self._layouts[0].clip_gradients(module, max_norm)
+    def clip_gradients(self, module: nn.Module, max_norm: float) -> torch.Tensor:
+        return self._layouts[0].clip_gradients(module, max_norm)
 
 
 class Replicated:
@@ -136,8 +136,8 @@ class Replicated:
     def full(self, state: Any, *, keep: bool) -> Any:
         return state
 
-    def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
-        clip_gradients(module.parameters(), max_norm)
+    def clip_gradients(self, module: nn.Module, max_norm: float) -> torch.Tensor:
+        return clip_gradients(module.parameters(), max_norm)
 
 
 # --- Strategies ---

@@ -205,8 +205,8 @@ class TensorParallel:
     def full(self, state: Any, *, keep: bool) -> Any:
         return gather_full(state, keep=keep)
 
-    def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
-        clip_gradients(module.parameters(), max_norm)
+    def clip_gradients(self, module: nn.Module, max_norm: float) -> torch.Tensor:
+        return clip_gradients(module.parameters(), max_norm)
 
     def _choose_plan(self, module: nn.Module) -> dict[str, ParallelStyle]:
         task = self._task

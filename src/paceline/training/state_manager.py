@@ -71,6 +71,7 @@ class StateManager:
         self.loader = loader
         self.await_readers = await_readers
         self.condition = StateCondition.ABSENT
+        self.grad_norm: Tensor | None = None
         self.recent: deque[LedgerEntry] = deque(maxlen=RECENT_STEPS)
         self._layout: ParameterLayout = Replicated()
         self._state: TrainingState | None = None
@@ -288,7 +289,7 @@ class StateManager:
 
     def clip_gradients(self, max_norm: float) -> None:
         """Scale the gradients of the whole model down to a 2-norm; all ranks call this together."""
-        self._layout.clip_gradients(self.state.module, max_norm)
+        self.grad_norm = self._layout.clip_gradients(self.state.module, max_norm)
 
     def update(self, finite: bool = True) -> None:
         """Apply the gradients: clip, step, and move schedules and average along; all ranks call this together.

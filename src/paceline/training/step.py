@@ -321,6 +321,8 @@ class SyncStep:
         states.invalidate()
         with deterministic_kernels(run.config, run.device):
             self._update(self._sums.finite)
+        if due and states.grad_norm is not None:
+            self.logged = {**self.logged, "grad_norm": float(states.grad_norm)}
         group.monitor.timer.mark("optimizer")
 
     def commit(self) -> StepSums:

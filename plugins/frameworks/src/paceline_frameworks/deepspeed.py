@@ -408,15 +408,16 @@ class DeepSpeedLayout(Replicated):
             state = {**state, "optimizers": optimizers}
         return gather_full(state, keep=keep) if self._stage == 3 else state
 
-    def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
+    def clip_gradients(self, module: nn.Module, max_norm: float) -> torch.Tensor:
         assert self._optimizer is not None
         parts = self._optimizer.gradients()
         norms = torch.stack([norm.float() for norm in foreach_norm(parts)])
         square = norms.square().sum()
         with translate_peer_errors():
             dist.all_reduce(square, group=self._world.group)
-        factor = torch.clamp(max_norm / (square.sqrt() + 1e-6), max=1.0)
-        foreach_mul_(parts, factor)
+        norm = square.sqrt()
+        foreach_mul_(parts, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
 
 
 def _hook_full_state(module: nn.Module) -> None:

@@ -34,7 +34,9 @@ MARK = b"\xef\xbb\xbf"
 
 _COMPRESSED = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "unzstd", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz"}
 
-_FORMAT = 6
+_EXAMPLE = '{"text": "..."}'
+
+_FORMAT = 7
 """Of the cached file; another way to encode documents is another number."""
 
 
@@ -164,7 +166,12 @@ def _encode(files: Sequence[Path], target: Path, encoder: Encoder) -> None:
             labelled.extend(piece.labelled)
             offsets.append(len(tokens))
     if len(offsets) == 1:
-        raise TaskError(f"--data {files[0]}: none of its {counts['unlabelled']} documents has a token to learn.")
+        if not counts["unlabelled"]:
+            raise TaskError(f"--data {files[0]} is empty. Each line is a document, such as {_EXAMPLE}")
+        raise TaskError(
+            f"--data {files[0]}: none of its {counts['unlabelled']} documents has a token to learn. A chat needs an "
+            'answer, a message with "role": "assistant", and it must begin within --context tokens.'
+        )
     digest = hashlib.sha256()
     for part in (tokens, labelled, offsets):
         digest.update(part)
@@ -232,11 +239,14 @@ def parse_line(line: bytes) -> Mapping[str, Any]:
     try:
         record = parse_json(line.removeprefix(MARK))
     except ValueError as error:
-        raise TaskError(f"this is not JSON: {error}.") from error
+        raise TaskError(
+            f"this is not JSON: {error}. Each line has one object, such as {_EXAMPLE}: jq -c . FILE writes JSON of "
+            "several lines so."
+        ) from error
     if isinstance(record, list):
         raise TaskError("this is a JSON array; each line has one object: jq -c '.[]' FILE.")
     if not isinstance(record, dict):
-        raise TaskError('this is not a JSON object, such as {"text": "..."}.')
+        raise TaskError(f"this is not a JSON object, such as {_EXAMPLE}")
     return record
 
 

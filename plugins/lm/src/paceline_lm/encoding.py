@@ -81,6 +81,7 @@ class Encoder:
                 raise TaskError(
                     'a record needs "messages" (a list), "text" (a string), or "prompt" and "completion" (both '
                     f"strings, or both lists of messages); this one has {', '.join(map(repr, record)) or 'nothing'}."
+                    + next((hint for name, hint in _OTHER_FORMATS.items() if name in record), "")
                 )
         num_cut = max(0, len(tokens) - self._context)
         tokens, labelled = tokens[: self._context], labelled[: self._context]
@@ -105,7 +106,11 @@ class Encoder:
 
     def _check_is_rendered(self, messages: Sequence[Any], tools: Any) -> None:
         """Refuse what the template would drop, or print as Python source, without an error."""
-        known = [message for message in messages if isinstance(message, Mapping)]
+        known = [message for message in messages if isinstance(message, Mapping) and "role" in message]
+        if len(known) < len(messages):
+            raise TaskError('a message must be an object with "role" and "content".')
+        if any(_is_answer(message) and not (message.get("content") or message.get("tool_calls")) for message in known):
+            raise TaskError('an answer has no "content". Leave it out.')
         if any(message.get("weight") not in (None, 1) or message.get("train") is False for message in known):
             raise TaskError(
                 'a message has "weight" or "train", which exclude an answer from training, and this is not supported. '
@@ -236,10 +241,22 @@ class Encoder:
         Args:
             plain: where no control token is meant.
         """
-        encoded = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        try:
+            encoded = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        except TypeError as error:
+            raise TaskError("the text has half of a surrogate pair (\\ud800 to \\udfff). Remove it.") from error
         bounds = encoded["offset_mapping"]
         marks = [any(a <= start < b for a, b in spans) and start < stop for start, stop in bounds]
         return self._as_text(text, encoded["input_ids"], marks, bounds, plain)
+
+
+_OTHER_FORMATS = {
+    "conversations": ' Write a chat as messages: jq -c \'{messages: [.conversations[] | {role: ({human: "user", '
+    'gpt: "assistant"}[.from] // .from), content: .value}]}\' FILE',
+    "instruction": " Write prompts: jq -c '{prompt: \"\\(.instruction)\\n\\(.input)\\n\", completion: .output}' FILE",
+    "chosen": " Preferences are for TRL, which paceline launch starts.",
+}
+"""What to do with records of some other libraries, by a key that they have."""
 
 
 def _without_first_label(tokens: list[int], labelled: list[bool], num_cut: int = 0) -> Encoded:

@@ -297,7 +297,7 @@ class PipelineLayout:
         return gather_to_first(state, self._part) if first else state
 
     @torch.no_grad()
-    def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
+    def clip_gradients(self, module: nn.Module, max_norm: float) -> torch.Tensor:
         """Clip as one process would: by the norm of all gradients' norms, in the order of the parameters."""
         parameters = [p for p in module.parameters() if p.requires_grad]
         own = {number: p.grad for number, p in enumerate(parameters) if p.grad is not None}
@@ -313,12 +313,14 @@ class PipelineLayout:
         with translate_peer_errors():
             dist.all_reduce(norms, group=self._part.group)
         activity.end_collective()
-        factor = torch.clamp(max_norm / (torch.linalg.vector_norm(norms) + 1e-6), max=1.0)
+        norm: torch.Tensor = torch.linalg.vector_norm(norms)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         of_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for gradient in own.values():
             of_dtype.setdefault(gradient.dtype, []).append(local_shard(gradient))
         for parts in of_dtype.values():
             foreach_mul_(parts, factor)
+        return norm
 
     def _sizes(self, blocks: Blocks, module: nn.Module, device: torch.device, count: int) -> tuple[int, ...]:
         # PipeDream's bits depend on the cut, so it must not depend on a measurement.
