@@ -206,6 +206,17 @@ def test_only_the_named_optimizers_are_stepped_and_their_gradients_clipped(tmp_p
     torch.testing.assert_close(moved.norm(), torch.tensor(0.01), rtol=1e-3, atol=0)
 
 
+def test_the_norm_that_clipping_computes_is_logged(tmp_path: Path) -> None:
+    models = {}
+    for clip_norm in (1e-12, 1e9):  # nothing moves; nothing is clipped
+        run = tmp_path / str(clip_norm)
+        fit(Points(normed=False), run, clip_norm=clip_norm, max_steps=1, log_every=1)
+        models[clip_norm] = newest(run)["model"]
+    moved = torch.cat([(models[1e9][name] - start).flatten() for name, start in models[1e-12].items()])
+    [record] = records(run)
+    assert record["logged"]["grad_norm"] == pytest.approx(float(moved.norm()) / 0.1, rel=1e-5)
+
+
 def test_a_loss_over_the_batch_has_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
     """Beside plain PyTorch on all samples at once, without micro-batches."""
     fit(Contrast(normed=False), tmp_path / "run", max_steps=1, global_batch_size=66, purity="off")

@@ -96,7 +96,7 @@ def test_a_template_that_rewrites_earlier_answers_is_refused_unless_it_marks_the
         ("1", r"line 2: this is not a JSON object"),
         ('[{"text": "a"}]', r"line 2: this is a JSON array; .* jq -c"),
         ('{"txt": "a"}', r"line 2: a record needs \"messages\" .* this one has 'txt'"),
-        ('{"messages": [{"content": 1}]}', r"line 2: the chat template cannot render"),
+        ('{"messages": [{"content": 1}]}', r"line 2: a message must be an object with \"role\""),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:

@@ -148,6 +148,7 @@ def test_a_task_that_is_written_out_has_the_bits_of_its_command(
         found.add(json.loads((tmp_path / run / "result.json").read_text())["model_sha256"])
         records = [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
         assert records[-1]["logged"]["tokens_per_s"] > 0
+        assert 0 < records[-1]["logged"]["mfu"] < 1
     assert len(found) == 1
     refused = run_processes.paceline("show-task", "mine.py:MyTask")
     assert refused.returncode == 2

@@ -62,6 +62,7 @@ class Monitor:
 
     Attributes:
         current: the monitor of the run that this process trains.
+        per_sample: what a sample has of each unit whose rate is logged, by the rate's name.
 
     Raises:
         RunDirectoryError: a file in the run directory cannot be written.
@@ -94,7 +95,7 @@ class Monitor:
         self._telemetry = Telemetry(device, self.timer, first_step)
         self.directory = directory
         self._log_every = log_every
-        self._tokens_per_sample = tokens_per_sample
+        self.per_sample: dict[str, float] = {} if tokens_per_sample is None else {"tokens_per_s": tokens_per_sample}
         self._total_steps = total_steps
         self._samples = 0
         self._started = perf_counter()
@@ -203,8 +204,9 @@ class Monitor:
         samples, seconds = self._samples - self._recorded_samples, training_s - self._recorded_s
         self._recorded_samples = self._samples
         self._recorded_s = training_s
-        if self._tokens_per_sample and seconds > 0:
-            logged = {**logged, "tokens_per_s": round(samples * self._tokens_per_sample / seconds, 1)}
+        if seconds > 0:
+            speeds = {name: float(f"{samples * units / seconds:.5g}") for name, units in self.per_sample.items()}
+            logged = {**logged, **speeds}
         slowest = imbalance(rows[: self._computing])
         self._terminal.imbalance(slowest)
         record: dict[str, Any] = {

@@ -30,11 +30,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from paceline.core.errors import TaskError
 from paceline.core.task import Callback, Defaults, RankInfo, RunSchedule
+from paceline.runs.monitor import Monitor
 from paceline.torch_internals import FakeTensor
 from paceline_lm.data import Data, DataBuilder
+from paceline_lm.document_stream import DocumentStream
 from paceline_lm.documents import Documents, pad_documents
 from paceline_lm.eval_samples import log_samples, read_prompts
 from paceline_lm.sources import parse_sources, parse_tokens
+from paceline_lm.throughput import count_flops, find_peak
 from paceline_lm.transformers import Collator, TransformersTask, inside_of
 
 _log = logging.getLogger(__name__)
@@ -72,6 +75,7 @@ class LanguageModel(TransformersTask):
     eval_samples: str = ""
     _digests: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _summary: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _length: int | None = field(default=None, init=False, repr=False, compare=False)
     _is_pretrained: bool = field(default=False, init=False, repr=False, compare=False)
     _base: dict[str, str] | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -176,6 +180,9 @@ class LanguageModel(TransformersTask):
         data = builder.build(name, torch.initial_seed())
         self._digests |= builder.digests
         self._summary[split] = "\n".join(builder.summary)
+        if split == "train" and not isinstance(data, DocumentStream):
+            tokens = data.tokens / len(data)
+            self._length = self.pack or (round(tokens) if isinstance(data, Documents) else context)
         return data
 
     def build_planned_dataset(self) -> Data | list[dict[str, torch.Tensor]] | None:
@@ -196,12 +203,16 @@ class LanguageModel(TransformersTask):
             raise TaskError("--tokens is the length of the run: leave --epochs out, and --max-steps beyond it.")
         shown = "\n".join(self._summary[split] for split in ("train", "val") if split in self._summary)
         inner = super().build_callback(model, schedule)
+        frozen = any(not parameter.requires_grad for parameter in model.parameters())
+        length = None if frozen else self._length
         if not self.eval_samples:
-            return _Report(inner, shown)
+            return _Report(inner, shown, self.build_config(), length)
         prompts, tokenizer = read_prompts(Path(self.eval_samples)), self.build_tokenizer()
-        return _ReportWithSamples(
-            inner, shown, lambda module: log_samples(module, inside_of(self, module), tokenizer, prompts), model
-        )
+
+        def log(module: nn.Module) -> None:
+            log_samples(module, inside_of(self, module), tokenizer, prompts)
+
+        return _ReportWithSamples(inner, shown, self.build_config(), length, log, model)
 
     def state_dict(self) -> dict[str, Any]:
         return {"digests": dict(self._digests)} if self._digests else {}
@@ -258,18 +269,30 @@ _NEEDS_CODE = (
 
 
 class _Report(Callback):
-    """Prints the data, and a document with its labels, at a run's start.
+    """Prints the data, and a document with its labels, at a run's start, and has FLOPs and MFU logged.
 
     Its other hooks are those of another callback.
+
+    Args:
+        length: tokens of a sample; None: FLOPs are not counted.
     """
 
-    def __init__(self, inner: Callback, summary: str) -> None:
+    def __init__(self, inner: Callback, summary: str, config: PreTrainedConfig, length: int | None) -> None:
         self._inner = inner
         self._summary = summary
+        self._config = config
+        self._length = length
 
     def attach(self, group: RankInfo, *, step: int, epoch: int) -> None:
         if group.rank == 0 and step == 0 and self._summary:
             _log.info("%s", self._summary)
+        monitor = Monitor.current
+        if group.rank != 0 or monitor is None or not self._length or "tokens_per_s" not in monitor.per_sample:
+            return
+        flops = monitor.per_sample["tokens_per_s"] * count_flops(self._config, self._length)
+        monitor.per_sample["tflops_per_s"] = flops / 1e12
+        if peak := find_peak(group.device):
+            monitor.per_sample["mfu"] = flops / (peak * group.world_size)
 
     def on_eval_end(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
         return self._inner.on_eval_end(split, metrics)
@@ -283,8 +306,16 @@ class _ReportWithSamples(_Report):
         model: which is trained.
     """
 
-    def __init__(self, inner: Callback, summary: str, log: Callable[[nn.Module], None], model: nn.Module) -> None:
-        super().__init__(inner, summary)
+    def __init__(
+        self,
+        inner: Callback,
+        summary: str,
+        config: PreTrainedConfig,
+        length: int | None,
+        log: Callable[[nn.Module], None],
+        model: nn.Module,
+    ) -> None:
+        super().__init__(inner, summary, config, length)
         self._log = log
         self._model = model
 
