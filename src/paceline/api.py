@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
+from paceline.core.built_in import PARTS
 from paceline.core.config import config_from_mapping
 from paceline.core.environment import Environment, detect_environment
 from paceline.core.errors import ConfigError, LaunchError, StopRequested, TaskError
-from paceline.core.job import WorkerConfig
+from paceline.core.job import WorkerConfig, default_run_path
+from paceline.core.plugins import import_object
 from paceline.core.standard_streams import open_closed_streams
 from paceline.core.task import Task
 from paceline.core.task_loading import (
@@ -196,7 +198,11 @@ def fit(
             raise
     fields = task_fields(task)
     require_rebuildable(type(task), fields)
-    code, directory = launch(dataclasses.replace(worker_config, fields=fields))
+    if (spec := config.processes.task).startswith("__main__:"):
+        run_dir = config.records.run_dir or default_run_path(spec)
+        file = import_object(PARTS["notebooks"])(type(task), Path(run_dir))
+        config = config.replace(task=f"{file}:{type(task).__name__}", run_dir=run_dir)
+    code, directory = launch(dataclasses.replace(worker_config, config=config, fields=fields))
     if code in (75, 130):
         raise StopRequested(f"stopped, as asked; everything is saved in {directory.path}", exit_code=code)
     record = directory.read_result()

@@ -36,6 +36,7 @@ from transformers import (
 )
 
 import paceline
+from paceline.core.errors import TaskError
 from paceline.parallel.wrap_units import checkpoint_activations
 from paceline.runs.checkpointer import load
 from paceline_lm import token_loss
@@ -215,6 +216,10 @@ def test_the_loss_in_chunks_is_that_of_all_logits(
     with torch.no_grad():
         right = token_loss.summed_loss(head, hidden, targets)[0, 0, 1]
     assert right == (head(hidden).argmax(-1) == targets).sum()
+    loss = token_loss.summed_loss(head, hidden, targets)[0, 0, 0]
+    loss.backward()
+    with pytest.raises(TaskError, match="compute the loss again"):
+        loss.backward()
 
 
 def test_only_models_whose_logits_are_their_heads_have_their_loss_in_chunks() -> None:

@@ -347,6 +347,7 @@ PARTS: Mapping[str, str] = {
     "data": "paceline_stores.downloads:download",
     "export": "paceline_serving.observed_inputs:observe_inputs",
     "launch": "paceline_frameworks.script_warnings:script_warnings",
+    "notebooks": "paceline_own_loop.notebook:write_task",
     "scripts": "paceline_own_loop.ranks:run_script",
     "runs --in": "paceline_trackers.tracking_tools:show_runs",
     "trials": "paceline_tune.trial_scheduler:TrialSchedulerClient",

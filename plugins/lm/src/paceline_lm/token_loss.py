@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from paceline.core.errors import TaskError
+
 IGNORED = -100
 """The label of what does not count."""
 
@@ -114,4 +116,9 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Any) -> Any:
         scale = outputs[0][0, 0, 0]
         gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise TaskError(
+                "backward() ran twice through one loss of a language model, whose gradients the first one has used up "
+                "(the loss is computed in chunks): compute the loss again for the second one."
+            )
         return *(of if of is None else of.mul_(scale) for of in gradients), None, None, None
