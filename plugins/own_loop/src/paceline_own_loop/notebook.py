@@ -13,13 +13,11 @@ from typing import Any
 
 from paceline.core.errors import TaskError
 
-_PLAIN = (bool, int, float, str, bytes, type(None))
-
 
 def write_task(kind: type, directory: Path) -> Path:
     """Write a class of a notebook, with all that it uses of the cells, to ``task.py`` in a folder; return the file.
 
-    Imports stay imports, classes and functions of the cells are copied, numbers and texts are written as they are now.
+    Imports stay imports, classes and functions of the cells are copied, numbers, texts, lists and dicts are written as they are now.
 
     Raises:
         TaskError: it uses a value of the cells that is none of these.
@@ -64,7 +62,7 @@ class _Cells:
             self.definitions.append(f"{source}\n\n\n")
         elif module not in (None, "__main__") and getattr(sys.modules.get(str(module)), own_name, None) is value:
             self.imports.add(f"from {module} import {own_name} as {name}\n")
-        elif isinstance(value, _PLAIN):
+        elif _is_literal(value):
             self.definitions.append(f"{name} = {value!r}\n")
         else:
             raise TaskError(
@@ -90,6 +88,14 @@ class _Cells:
             f"the task uses {name}, whose source is not known in this session, so that other processes cannot import "
             "it. Write it into a file and import it; or use nproc=1."
         )
+
+
+def _is_literal(value: Any) -> bool:
+    """Return whether Python reads the same value from how it prints it: numbers, texts, lists and dicts of them."""
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
 
 
 def _globals_of(table: symtable.SymbolTable) -> Iterator[str]:
