@@ -17,10 +17,11 @@ from paceline.core.errors import TaskError
 def write_task(kind: type, directory: Path) -> Path:
     """Write a class of a notebook, with all that it uses of the cells, to ``task.py`` in a folder; return the file.
 
-    Imports stay imports, classes and functions of the cells are copied, numbers, texts, lists and dicts are written as they are now.
+    Imports stay imports, classes and functions of the cells are copied; numbers, texts, lists and dicts are written as
+    they are now.
 
     Raises:
-        TaskError: it uses a value of the cells that is none of these.
+        TaskError: it uses another value of the cells.
     """
     cells = _Cells(vars(sys.modules["__main__"]))
     cells.add(kind.__name__)
