@@ -310,6 +310,7 @@ class StateManager:
             clip_norm: the 2-norm to which the gradients are scaled down; None: that of ``--clip-norm``, if it is set.
             closure: computes the loss and the gradients again, for optimizers that need it.
         """
+        self.grad_norm = None
         clip_norm = self._run.config.training.clip_norm if clip_norm is None else clip_norm
         clip = None if clip_norm is None else partial(self._clip_only, names, clip_norm)
         self.state.apply_gradients(names, clip, closure)

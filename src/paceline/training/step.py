@@ -321,9 +321,14 @@ class SyncStep:
         states.invalidate()
         with deterministic_kernels(run.config, run.device):
             self._update(self._sums.finite)
-        if due and states.grad_norm is not None:
-            self.logged = {**self.logged, "grad_norm": float(states.grad_norm)}
+        self._log_norm()
         group.monitor.timer.mark("optimizer")
+
+    def _log_norm(self) -> None:
+        """Log the norm of the gradients, if they were clipped."""
+        states = self._states
+        if states.grad_norm is not None and self._group.monitor.is_due(states.state.progress.step + 1):
+            self.logged = {**self.logged, "grad_norm": float(states.grad_norm)}
 
     def commit(self) -> StepSums:
         """Make the computed step count; return its sums, with the rows of all ranks."""
@@ -466,6 +471,8 @@ class ComposedStep(SyncStep, TrainStep):
         self.logged |= state.callback.on_gradients_reduced(due=monitor.is_due(self.step + 1))
         with deterministic_kernels(self._run.config, self._run.device):
             self._states.apply_gradients(names or tuple(self.optimizers), clip_norm, closure)
+        if not names:
+            self._log_norm()
         monitor.timer.mark("optimizer")
 
     def log(self, **values: float) -> None:
