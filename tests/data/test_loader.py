@@ -564,9 +564,12 @@ TASK_FILE = """
 
 
 def test_a_task_from_a_file_is_known_to_its_workers(tmp_path: Path) -> None:
-    file = tmp_path / "counting.py"
-    file.write_text(textwrap.dedent(TASK_FILE))
-    task_class = load_task_class(f"{file}:Counting")
+    (tmp_path / "gone").mkdir()
+    gone, file = tmp_path / "gone" / "other.py", tmp_path / "counting.py"
+    for each in (gone, file):
+        each.write_text(textwrap.dedent(TASK_FILE))
+    other_class, task_class = load_task_class(f"{gone}:Counting"), load_task_class(f"{file}:Counting")
+    gone.unlink()  # an earlier task of this process, which the worker does not need
     try:
         task = task_class()
         items = sys.modules[task_class.__module__].Items()
@@ -575,8 +578,9 @@ def test_a_task_from_a_file_is_known_to_its_workers(tmp_path: Path) -> None:
             (micro_batch,) = loader.fetch(0, 0, range(1))
         assert sorted(micro_batch.batch[0].tolist()) == list(range(100, 112))
     finally:
-        del sys.modules[task_class.__module__]
-        sys.path.remove(str(tmp_path))
+        for each, loaded in ((gone, other_class), (file, task_class)):
+            del sys.modules[loaded.__module__]
+            sys.path.remove(str(each.parent))
 
 
 ORPHANS = """

@@ -41,8 +41,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fit(files: Path, run: Path, model: Path | None = None, **options: Any) -> paceline.Result:
     task = LanguageModel(model=str(model or files / "model"), data=str(files / "texts.jsonl"), pack=32, lr=0.05)
     if not run.exists():
-        options = {"max_steps": 4, "num_workers": 0, "threads": 1, "global_batch_size": 2, **options}
-    return paceline.fit(task, run_dir=run, quiet=True, **options)
+        options = {"max_steps": 4, "threads": 1, "global_batch_size": 2, **options}
+    return paceline.fit(task, run_dir=run, quiet=True, num_workers=0, **options)
 
 
 @pytest.fixture(scope="module", params=["rank=2", pytest.param("rank=2,quantize=nf4", marks=pytest.mark.slow)])

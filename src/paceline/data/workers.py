@@ -179,10 +179,10 @@ class _TaskFiles:
 
 
 def list_task_files() -> list[str]:
-    """Return one ``file.py:Name`` for each file from which tasks were loaded."""
+    """Return one ``file.py:Name`` for each file from which tasks were loaded, and that is still there."""
     specs = []
     for module in list(sys.modules.values()):
-        if module.__name__.startswith("paceline_task_"):
+        if module.__name__.startswith("paceline_task_") and os.path.exists(module.__file__ or ""):
             values = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Task)]
             names = [v.__name__ for v in values if v.__module__ == module.__name__]
             specs += [f"{module.__file__}:{name}" for name in names[:1]]
