@@ -7,26 +7,9 @@ from typing import Any
 
 import torch
 from plugins.planning.tests.tasks import Measured
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paceline_lm.transformers import TransformersTask
-
-KINDS: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config),
-    "gpt2": (GPT2LMHeadModel, GPT2Config),
-    "cohere": (CohereForCausalLM, CohereConfig),
-}
 
 
 @dataclass
@@ -40,8 +23,8 @@ class MeasuredLanguageModel(Measured, TransformersTask):
 
     def build_model(self) -> PreTrainedModel:
         self.note_imports()
-        model, settings = KINDS[self.kind]
-        config = settings(
+        config = AutoConfig.for_model(
+            self.kind,
             vocab_size=self.vocabulary,
             hidden_size=self.width,
             intermediate_size=3 * self.width,
@@ -51,11 +34,7 @@ class MeasuredLanguageModel(Measured, TransformersTask):
             max_position_embeddings=128,
             tie_word_embeddings=self.kind != "llama",
         )
-        if self.kind == "gpt2":
-            config = settings(
-                vocab_size=self.vocabulary, n_embd=self.width, n_layer=self.layers, n_head=4, n_positions=128
-            )
-        built: PreTrainedModel = model(config)
+        built: PreTrainedModel = AutoModelForCausalLM.from_config(config)
         return built
 
     def build_dataset(self, split: str) -> Any:

@@ -10,6 +10,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -289,10 +290,16 @@ class _Report(Callback):
         monitor = Monitor.current
         if group.rank != 0 or monitor is None or not self._length or "tokens_per_s" not in monitor.per_sample:
             return
-        flops = monitor.per_sample["tokens_per_s"] * count_flops(self._config, self._length)
+        flops = monitor.per_sample["tokens_per_s"] * self._flops_of_token
         monitor.per_sample["tflops_per_s"] = flops / 1e12
         if peak := find_peak(group.device):
             monitor.per_sample["mfu"] = flops / (peak * group.world_size)
+
+    @cached_property
+    def _flops_of_token(self) -> float:
+        """Counted once, and not for each group of ranks, which a lost one may wait for."""
+        assert self._length is not None
+        return count_flops(self._config, self._length)
 
     def on_eval_end(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
         return self._inner.on_eval_end(split, metrics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -42,6 +43,7 @@ def count_flops(config: PreTrainedConfig, length: int) -> float:
     return float(counter.get_total_flops()) / length
 
 
+@cache
 def find_peak(device: torch.device) -> float | None:
     """Return the FLOP/s of a GPU, from its data sheet, if known; or of a CPU, measured with this rank's threads."""
     if device.type == "cuda":
