@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline.core.config import RunConfig
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PeerLostError
 from paceline.core.signals import StopRequests, forwarded_signal
 from paceline.data.loader import EvalBatches
 from paceline.parallel.world import ParallelDims, World
@@ -193,6 +194,20 @@ def test_an_evaluation_is_left_between_two_batches(monkeypatch: pytest.MonkeyPat
     assert asked == answers[:4]
     assert model.training
     assert evaluator.run(MESH, model, lambda: StopCause.NONE)["loss"] > 0
+
+
+def test_a_peer_lost_in_an_evaluation_leaves_each_module_in_its_mode() -> None:
+    class Losing(FashionMNIST):
+        def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+            raise PeerLostError("rank 1 is gone")
+
+    task, model = Losing(), nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(784, 10))
+    data = TensorDataset(torch.zeros(4, 1, 28, 28), torch.zeros(4, dtype=torch.int64))
+    batches = EvalBatches(data, 4, seed=0, device=WORLD.device, workers=0, collate=task.collate)
+    model[1].eval()
+    with pytest.raises(PeerLostError):
+        Evaluator(task, WORLD.device, batches, seed=0, autocast=nullcontext).run(MESH, model, lambda: StopCause.NONE)
+    assert [module.training for module in model.modules()] == [True, True, False, True]
 
 
 def test_what_training_sets_for_the_whole_process_is_put_back() -> None:

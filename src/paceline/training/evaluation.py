@@ -6,8 +6,8 @@ import base64
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -153,18 +153,16 @@ class Autocast(Protocol):
     def __call__(self) -> AbstractContextManager[Any]: ...
 
 
-class TrainingModes:
-    """Which modules of a model are in training mode: a script may have frozen some."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._was_training = module.training
-        self._modes = [(inner, inner.training) for inner in module.modules()]
-
-    def restore(self) -> None:
-        """Give each module its mode back."""
-        self._module.train(self._was_training)  # which a model may override, to do more
-        for inner, mode in self._modes:
+@contextmanager
+def preserve_modes(module: nn.Module) -> Iterator[None]:
+    """Give each module of a model its mode back at the end, also after an error: a script may have frozen some."""
+    was_training = module.training
+    modes = [(inner, inner.training) for inner in module.modules()]
+    try:
+        yield
+    finally:
+        module.train(was_training)  # which a model may override, to do more
+        for inner, mode in modes:
             inner.training = mode
 
 
@@ -233,7 +231,7 @@ class Evaluator:
         observe: Observe | None = None,
         most_batches: int | None = None,
     ) -> dict[str, float]:
-        """Metrics by name, among them ``loss``. All ranks evaluate together.
+        """Metrics by name, among them ``loss``. All ranks evaluate together; modules keep their mode.
 
         Args:
             stop: called after each batch; if it returns a cause on any rank, all of them stop.
@@ -243,13 +241,11 @@ class Evaluator:
             most_batches: of each rank; None: the whole split.
 
         Raises:
-            EvaluationStopped: they stopped; the module is unchanged.
+            EvaluationStopped: they stopped.
             TaskError: the task's metrics have a wrong type.
             PeerLostError: a rank is gone.
         """
         world, data = mesh.world, mesh.data
-        modes = TrainingModes(module)
-        module.eval()
         self._whole.reset()
         num_blocks = self._batches.num_batches
         computing = data.num_active
@@ -259,35 +255,34 @@ class Evaluator:
         blocks = self._batches.read([*mine, *[num_blocks - 1] * (rounds - own if is_collective else 0)])
         sums: dict[str, list[Pair]] = {}
         began, glance_at = time.perf_counter(), 1
-        for number in range(rounds):
-            if number == glance_at:
-                # Rank 0 says when to look again, so that all do so after the same block. A GPU is awaited, or it would
-                # lag behind by more and more of them.
-                _read(sums)
-                round_s = (time.perf_counter() - began) / number
-                seen = world.all_gather_object([stop(), max(1, int(_GLANCE_S / round_s))])
-                glance_at += seen[0][1]
-                asked = StopCause(max(of_rank[0] for of_rank in seen))
-                if asked:
-                    modes.restore()
-                    raise EvaluationStopped(asked)
-            arguments = None
-            world.progress_tracker.move("evaluation")
-            batch = next(blocks, None)
-            if batch is not None:
-                module.eval()  # the task's metrics may have left it in training mode
-                seed_evaluation(self._seed, batch.index)
-                self._task.on_batch_begin(
-                    BatchInfo(split=self._split, step=0, number=batch.index, samples=batch.num_samples)
-                )
-                with self._autocast(), translate_peer_errors():
-                    pairs, arguments = self._batch(module, batch, observe)
-                if number >= own or not mesh.is_replica_leader:
-                    pairs, arguments = {}, None
-                for name, pair in pairs.items():
-                    sums.setdefault(name, []).append(pair)
-            self._whole.update(world, arguments)
-        modes.restore()
+        with preserve_modes(module):
+            for number in range(rounds):
+                if number == glance_at:
+                    # Rank 0 says when to look again, so that all do so after the same block. A GPU is awaited, or it
+                    # would lag behind by more and more of them.
+                    _read(sums)
+                    round_s = (time.perf_counter() - began) / number
+                    seen = world.all_gather_object([stop(), max(1, int(_GLANCE_S / round_s))])
+                    glance_at += seen[0][1]
+                    asked = StopCause(max(of_rank[0] for of_rank in seen))
+                    if asked:
+                        raise EvaluationStopped(asked)
+                arguments = None
+                world.progress_tracker.move("evaluation")
+                batch = next(blocks, None)
+                if batch is not None:
+                    module.eval()  # the task's metrics may have left it in training mode
+                    seed_evaluation(self._seed, batch.index)
+                    self._task.on_batch_begin(
+                        BatchInfo(split=self._split, step=0, number=batch.index, samples=batch.num_samples)
+                    )
+                    with self._autocast(), translate_peer_errors():
+                        pairs, arguments = self._batch(module, batch, observe)
+                    if number >= own or not mesh.is_replica_leader:
+                        pairs, arguments = {}, None
+                    for name, pair in pairs.items():
+                        sums.setdefault(name, []).append(pair)
+                self._whole.update(world, arguments)
         return _totals(world, sums) | self._whole.compute()
 
     def close(self) -> None:

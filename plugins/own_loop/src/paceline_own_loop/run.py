@@ -32,7 +32,7 @@ from paceline.runs.checkpoint_selection import select_checkpoint
 from paceline.runs.directory import OWN_LOOP
 from paceline.runs.rank_log import open_rank_log
 from paceline.training.control import StopCause, StopSignals
-from paceline.training.evaluation import Evaluator, TrainingModes
+from paceline.training.evaluation import Evaluator
 from paceline.training.group_context import alone
 from paceline.training.loaded_model import restore_model
 from paceline.training.run_context import RunContext
@@ -364,14 +364,13 @@ class Run:
         """
         if self._context is None or self._world is None:
             raise ConfigError("Run.evaluate() needs the ranks: call it within the loop over Run.steps(), or after it.")
-        evaluation, modes = self._evaluation(dataset, name), TrainingModes(self._parts.module)
+        evaluation = self._evaluation(dataset, name)
         measured = None
         if not (self._has_lost_group or (self._step is not None and self._step.loss_of_rank is not None)):
             losses = suppress(PeerLostError) if self._outlives_losses else nullcontext()
             with losses, self._world.progress_tracker.at_work():
                 measured = evaluation.run(self._context, self._world, self._parts.module, metrics)
         if measured is None:  # the same numbers, of all data on this rank
-            modes.restore()
             measured = evaluation.run(self._context, alone(self._world), self._parts.module, metrics)
         if self._step is not None:
             self._step.record_evaluation(name, measured)
