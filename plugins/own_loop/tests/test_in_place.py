@@ -13,6 +13,7 @@ from paceline.data.audit import audit
 from paceline.runs.directory import RunDirectory
 
 SCRIPT = """
+import logging
 import os
 import signal
 import sys
@@ -30,6 +31,7 @@ here, nproc = Path(sys.argv[1]), int(sys.argv[2])
 with open(here / "starts", "a") as starts:
     starts.write(f"{os.getpid()}\\n")
 print("before the loop")
+logging.basicConfig(stream=sys.stdout)  # holds the stream of now
 
 
 def die_if_asked(name):
@@ -85,6 +87,7 @@ for step in run.steps(epochs=3):
 if run.result is not None:
     measured.append(run.evaluate(metrics, data))
     print("after the loop on rank", run.rank)
+    logging.getLogger("mine").warning("logged on rank %d", run.rank)
 (here / f"seen-{os.getpid()}").write_text(f"{seen}\\n{measured[-2:]}")
 """
 
@@ -119,6 +122,7 @@ def test_survivors_go_on_in_the_body_that_they_are_in(run_processes: Processes, 
     printed = train(run_processes, harmed, 3, "step-7-0", "evaluation-19-1")
     assert sha256_of(harmed) == sha256_of(alone)
     assert printed.count("before the loop") == printed.count("after the loop on rank 0") == 1
+    assert printed.count("logged on rank") == printed.count("logged on rank 0") == 1
     # The process that the user starts, three ranks, and two replacements.
     assert len((harmed / "starts").read_text().split()) == 6
     told = {path.name: path.read_text().splitlines() for path in harmed.glob("seen-*")}

@@ -494,7 +494,9 @@ class SampleSource:
             if self._deaths > 1 or not killed:
                 cause = "The usual cause is lack of memory: use"
                 if failed:
-                    cause = "A dataset that Python cannot rebuild there from a pickle may be the cause; else use"
+                    cause = (
+                        "A dataset without a pickle, or a script without if __name__ == '__main__':, may be why; use"
+                    )
                 raise DataError(
                     f"a worker process of the {self._split} dataset died; samples {rows[0]} ... {rows[-1]} were "
                     f"due. See above for its own message. {cause} fewer --num-workers, or --num-workers 0. ({error})"

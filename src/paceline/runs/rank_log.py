@@ -56,16 +56,19 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 @contextmanager
 def open_rank_log(
     directory: RunDirectory, rank: int, world_size: int, *, quiet: bool, log_format: Literal["text", "json"] = "text"
-) -> Iterator[None]:
+) -> Iterator[tuple[Tee, Tee]]:
     """Log this process's output and show Paceline's own messages within the block; remove an earlier start's error.
+
+    Yields:
+        stdout and stderr, for :func:`show_on`.
 
     Raises:
         RunDirectoryError: the log cannot be written.
     """
     with suppress(OSError):
         directory.error_of(rank).unlink(missing_ok=True)
-    with capture_rank_output(directory, rank, world_size), _show_messages(quiet, log_format):
-        yield
+    with capture_rank_output(directory, rank, world_size) as streams, _show_messages(quiet, log_format):
+        yield streams
 
 
 class _JsonFormatter(logging.Formatter):
@@ -97,12 +100,15 @@ def _show_messages(quiet: bool, log_format: str) -> Iterator[None]:
 
 
 @contextmanager
-def capture_rank_output(directory: RunDirectory, rank: int, world_size: int) -> Iterator[None]:
+def capture_rank_output(directory: RunDirectory, rank: int, world_size: int) -> Iterator[tuple[Tee, Tee]]:
     """Append this process's output to its log within the block.
 
     Rank 0 keeps its terminal, and Python's output is copied to the log. On other ranks the descriptors 1 and 2
-    themselves become the log, which includes native libraries and child processes. A process whose descriptor 2
-    is already the log, set by a launcher, is not changed. An exception is written to the log and re-raised.
+    themselves become the log, which includes native libraries and child processes. They stay as they are where a
+    launcher has made descriptor 2 the log. An exception is written to the log and re-raised.
+
+    Yields:
+        stdout and stderr, for :func:`show_on`.
 
     Raises:
         RunDirectoryError: the log cannot be written.
@@ -111,18 +117,15 @@ def capture_rank_output(directory: RunDirectory, rank: int, world_size: int) -> 
     with ExitStack() as stack:
         stack.enter_context(lasting_streams())
         log = cast(TextIO, stack.enter_context(ResilientLog(path)))
-        if not _is_same_file(2, path):
-            if rank == 0:
-                _print_through(Tee(sys.stdout, log), Tee(sys.stderr, log), stack)
-            else:
-                _redirect_descriptors(stack, log)
-        if rank != 0:
-            # A print must not fail on a full disk.
-            stack.enter_context(redirect_stdout(log))
-            stack.enter_context(redirect_stderr(log))
+        is_redirected = _is_same_file(2, path)
+        if rank != 0 and not is_redirected:
+            _redirect_descriptors(stack, log)
+        has_terminal = rank == 0 and not is_redirected
+        streams = (Tee(sys.stdout, log), Tee(sys.stderr, log)) if has_terminal else (Tee(log, log), Tee(log, log))
+        _print_through(*streams, stack)
         log.write(f"--- rank {rank} of {world_size}, pid {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         try:
-            yield
+            yield streams
         except Exception as error:
             # A DataError comes from the user's own code, which its traceback shows.
             if isinstance(error, PacelineError) and not isinstance(error, DataError):
@@ -132,18 +135,17 @@ def capture_rank_output(directory: RunDirectory, rank: int, world_size: int) -> 
             raise
 
 
-def show_on(terminal: tuple[int, int], stack: ExitStack) -> None:
+def show_on(terminal: tuple[int, int], streams: tuple[Tee, Tee], stack: ExitStack) -> None:
     """Show this process's output on a terminal as well as in its log, until ``stack`` is closed.
 
     Args:
         terminal: descriptors for stdout and stderr.
+        streams: stdout and stderr; what has kept one of them, such as a handler of ``logging``, prints there, too.
         stack: undoes it.
     """
-    out, err = (
-        Tee(lasting(stack.enter_context(open(descriptor, "w", buffering=1, closefd=False))), stream)  # noqa: SIM115
-        for descriptor, stream in zip(terminal, (sys.stdout, sys.stderr), strict=True)
-    )
-    _print_through(out, err, stack)
+    for descriptor, stream in zip(terminal, streams, strict=True):
+        stack.callback(setattr, stream, "terminal", stream.terminal)
+        stream.terminal = lasting(stack.enter_context(open(descriptor, "w", buffering=1, closefd=False)))  # noqa: SIM115
 
 
 class TerminalStream(io.TextIOBase):
@@ -173,7 +175,7 @@ class TerminalStream(io.TextIOBase):
 
 
 class Tee(TerminalStream):
-    """A stream that copies text to the terminal, and plain lines to the log.
+    """A stream that copies text to the terminal, and plain lines to the log, which may be in the terminal's place.
 
     The log gets no control codes, and only the last state of a line that was redrawn with carriage returns.
     """
@@ -184,7 +186,8 @@ class Tee(TerminalStream):
 
     def write(self, text: str) -> int:
         """Show the text, and log the lines that it completes."""
-        self.terminal.write(text)
+        if self.terminal is not self.log:
+            self.terminal.write(text)
         with self._lock:
             complete, newline, self._line = (self._line + text).rpartition("\n")
             if newline:
@@ -210,7 +213,9 @@ def plain(line: str) -> str:
 
 def terminal_and_log(stream: TextIO) -> tuple[TextIO, TextIO | None]:
     """Return the terminal behind ``sys.stderr`` or ``sys.stdout``, and its log, if any."""
-    return (stream.terminal, stream.log) if isinstance(stream, Tee) else (stream, None)
+    if isinstance(stream, Tee) and stream.terminal is not stream.log:
+        return stream.terminal, stream.log
+    return stream, None
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:

@@ -115,7 +115,7 @@ def _run_under_agent(
         redirect_output(os.open(directory.log_of(0), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666))
         shown = False
     with ExitStack() as stack:
-        stack.enter_context(
+        streams = stack.enter_context(
             open_rank_log(
                 directory, local_index, processes, quiet=worker_config.quiet, log_format=config.records.log_format
             )
@@ -125,7 +125,7 @@ def _run_under_agent(
             nonlocal shown
             if not shown:
                 shown = True
-                show_on(terminal, stack)
+                show_on(terminal, streams, stack)
 
         groups = ElasticGroups(
             agent,

@@ -199,7 +199,8 @@ class Run:
             try:
                 yield from self._steps({"epochs": epochs, "max_steps": max_steps}, stack)
             except StopRequested as stop:
-                if self._world is not None and self._world.rank == 0 and not self._quiet:
+                is_agents = started_rank(str(self._options["run_dir"])) is not None  # which says it itself
+                if self._world is not None and self._world.rank == 0 and not (self._quiet or is_agents):
                     print(f"paceline: {stop}", file=sys.stderr)
                 raise
 
