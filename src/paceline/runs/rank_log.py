@@ -140,7 +140,7 @@ def show_on(terminal: tuple[int, int], streams: tuple[Tee, Tee], stack: ExitStac
 
     Args:
         terminal: descriptors for stdout and stderr.
-        streams: stdout and stderr; what has kept one of them, such as a handler of ``logging``, prints there, too.
+        streams: stdout and stderr; a handler of ``logging`` that holds one of them prints there, too.
         stack: undoes it.
     """
     for descriptor, stream in zip(terminal, streams, strict=True):
