@@ -28,8 +28,7 @@ TRAINING = (
     "cli/train.py",
     "launch/local.py",
     "training/worker.py",
-    "elastic/forkserver.py",
-    "parallel/microbatches.py",
+    "parallel/strategy.py",
 )
 """A training on two processes: the command, and what it names in text, not by an import."""
 

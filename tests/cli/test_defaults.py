@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.processes import Processes
 
-from paceline.cli.defaults import read_defaults
+from paceline.cli.options import read_defaults
 from paceline.core.errors import ConfigError
 
 TASK = """

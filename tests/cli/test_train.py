@@ -297,7 +297,7 @@ def test_more_processes_than_microbatches(start: Callable[..., Any], run_process
     ("launcher", "starts"),
     [
         ((), ["paceline.training.worker run/job.toml"]),
-        (("--nproc", "2"), ["forks 2 workers of run/job.toml", "-P -m paceline.elastic.forkserver"]),
+        (("--nproc", "2"), ["forks 2 workers of run/job.toml", "-P -m paceline.training.worker"]),
         (
             ("--nproc", "2", "--recover", "none"),
             ["RANK=0", "RANK=1", "MASTER_ADDR=127.0.0.1", ">>run/logs/rank-1.log"],

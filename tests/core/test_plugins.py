@@ -168,7 +168,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> typing.Iterator[
 
 STRATEGY = """
 from paceline.core.option_groups import Traits
-from paceline.parallel.microbatches import DDP
+from paceline.parallel.strategy import DDP
 
 class Mine(DDP):
     traits = Traits({})

@@ -10,8 +10,14 @@ import pytest
 
 from paceline.core.errors import DataError, RunDirectoryError
 from paceline.core.options import Shuffle
-from paceline.data.order import DeterministicSampler, assign_by_length, check_lengths
-from paceline.data.saved_order import require_same_order, restore_order, save_order
+from paceline.data.order import (
+    DeterministicSampler,
+    assign_by_length,
+    check_lengths,
+    require_same_order,
+    restore_order,
+    save_order,
+)
 from paceline.runs.directory import RunDirectory
 
 SIZES = np.random.default_rng(3).lognormal(4, 1, 1003).astype(np.int64) + 1

@@ -19,8 +19,14 @@ from paceline.core.options import Shuffle
 from paceline.core.task import Task
 from paceline.data import order as data_order
 from paceline.data.loader import build_loader
-from paceline.data.order import DeterministicSampler, WeightedDraws, check_weights
-from paceline.data.saved_order import require_same_order, restore_order, save_order
+from paceline.data.order import (
+    DeterministicSampler,
+    WeightedDraws,
+    check_weights,
+    require_same_order,
+    restore_order,
+    save_order,
+)
 from paceline.runs.directory import RunDirectory
 from paceline.training.run_context import set_up_data
 

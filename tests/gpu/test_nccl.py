@@ -11,8 +11,7 @@ from tests.processes import Processes
 from torch import distributed as dist
 
 from benchmarks.gpu.rows import report
-from paceline.parallel.process_group import form_group
-from paceline.parallel.world import World
+from paceline.parallel.world import World, form_group
 
 pytestmark = [pytest.mark.gpu, pytest.mark.integration]
 

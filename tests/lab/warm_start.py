@@ -62,7 +62,6 @@ _ROOM = "PACELINE_TESTS_ROOM_FOR_AN_ENVIRONMENT"
 # These start no Python of their own: some count their children, and none needs a template.
 START_NONE = frozenset(
     {
-        "paceline.elastic.forkserver",
         "paceline.training.worker",
         "paceline_serving.fork_server",
         "paceline_serving.replica",

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.runs.directory import RunDirectory
-from paceline.runs.event_files import without_steps
+from paceline.runs.directory import RunDirectory, without_steps
 from paceline.runs.timeline import timeline
 from paceline_pages.run_status import summarise
 

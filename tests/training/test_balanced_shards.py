@@ -9,7 +9,7 @@ import pytest
 
 from paceline.data.audit import audit
 from paceline.data.ledger import read_ledger
-from paceline.data.saved_order import restore_order
+from paceline.data.order import restore_order
 from paceline.runs.directory import RunDirectory
 
 OPTIONS = {"max_steps": 5, "global_batch_size": 24, "log_every": 1}

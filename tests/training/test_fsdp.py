@@ -13,7 +13,7 @@ from tests.training.states import newest
 from torch import nn
 
 from paceline.core.errors import ConfigError
-from paceline.parallel.microbatches import compile_model
+from paceline.parallel.strategy import compile_model
 from paceline.parallel.wrap_units import exclude_tied, model_blocks, wrap_units
 
 pytestmark = pytest.mark.matrix

@@ -19,7 +19,7 @@ from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import equal_work_split
 from paceline.parallel.world import World
 from paceline.runs.directory import RunDirectory
-from paceline.runs.phases import PhaseTimer
+from paceline.runs.monitor import PhaseTimer
 from paceline.training.control import ROW_LENGTH, ControlFlags, statuses, values_of
 from paceline_more_strategies.load_balancing import (
     WINDOW_STEPS,
@@ -231,7 +231,7 @@ def test_ranks_share_anew_when_all_have_measured(tmp_path: Path) -> None:
 
 def test_speed_is_the_mean_over_the_window_without_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10**6))
-    monkeypatch.setattr("paceline.runs.phases.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("paceline.runs.monitor.perf_counter", lambda: float(next(clock)))
     timer = PhaseTimer()
     stopwatch = SpeedMeter(timer, torch.device("cpu"))
     for step in range(WINDOW_STEPS):

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.cli.defaults import read_defaults
-from paceline.cli.options import job_options, launchers_options
+from paceline.cli.options import job_options, launchers_options, read_defaults
 from paceline.core.built_in import PARTS
 from paceline.core.errors import ConfigError
 from paceline.core.job import RecoveryPolicy

@@ -1,21 +1,29 @@
-"""Options as command-line flags: those of a run, of a job, and of launchers, derived from where they are defined."""
+"""Options of a run, of a job and of launchers: as command-line flags, derived from where they are defined, and their
+defaults in files.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json as json_module
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from paceline.core.config import all_options
+from paceline.core.config import all_options, check_keys
+from paceline.core.errors import ConfigError
+from paceline.core.files import parse_toml, user_directory
+from paceline.core.options import flag
 from paceline.core.plugins import plugin_names
 from paceline.launch.launcher import LAUNCHER_NAMES
-from paceline.launch.options import JobOptions, installed_launchers, option_types, options_type
+from paceline.launch.options import JobOptions, installed_launchers, option_names, option_types, options_type, own_flags
 
 ARGUMENTS, COMMON = "Arguments", "Common"
 GROUPS = (
@@ -141,3 +149,181 @@ def relevant_launchers(argv: Sequence[str]) -> Sequence[str]:
     is_named = named is not None and named not in LAUNCHER_NAMES
     plugins = tuple(name for name in plugin_names("paceline.launchers") if name == named) if is_named else ()
     return (*ours, *plugins) or ("spawn", "torchrun")
+
+
+# --- The defaults of a site, a user and a project: files that save typing the same options with each command ---
+#
+# A file has the table ``[run]`` with options of ``paceline train``, ``[job]`` with those of a job on any launcher, and
+# one for each launcher, such as ``[slurm]``. A later file takes precedence over an earlier one, ``--config`` over all
+# of them, and the command line over that. A run that exists keeps what its ``run.toml`` records.
+
+
+_TYPED = ("task", "set", "run_dir", "resume", "on", "nproc", "nodes")
+"""What a run is: no file may decide it for a command that does not name it."""
+
+
+@dataclass(frozen=True)
+class FileDefault:
+    """A value that a file gives to an option."""
+
+    value: Any
+    file: Path
+
+
+@dataclass(frozen=True)
+class FileDefaults:
+    """The defaults that hold for a command.
+
+    Attributes:
+        tables: by table and option.
+    """
+
+    tables: Mapping[str, Mapping[str, FileDefault]]
+
+    def values(self, table: str) -> dict[str, Any]:
+        """Return the values of a table's options."""
+        return {name: default.value for name, default in self.tables.get(table, {}).items()}
+
+    def run_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options of a run: the given ones, and the defaults that do not contradict them."""
+        known, defaults = all_options(), self.values("run")
+        for name in list(defaults):
+            if known[name].replaces in given or any(known[other].replaces == name for other in given):
+                del defaults[name]  # such as epochs, where max_steps is given
+        return {**defaults, **given}
+
+    def job_options(self, flags: Any) -> JobOptions:
+        """Return the options of a job, with those of the command line in place of the defaults."""
+        for name, default in self.tables.get("job", {}).items():
+            _check_type(name, default, JobOptions)
+        return JobOptions(**{**self.values("job"), **explicit_options(flags)})
+
+    def launcher_options(self, launcher: str, flags: Any) -> dict[str, Any]:
+        """Return the options of a launcher, with those of the command line in place of the defaults.
+
+        Raises:
+            ConfigError: a file has an option that this launcher has not.
+        """
+        for name, default in self.tables.get(launcher, {}).items():
+            if name not in option_names(launcher):
+                raise ConfigError(
+                    f"{default.file}: {flag(name)} is not an option of --on {launcher}, which takes: "
+                    f"{own_flags(launcher)}."
+                )
+            _check_type(name, default, options_type(launcher))
+        return {**self.values(launcher), **explicit_options(flags)}
+
+    def print_used(self, table: str, options: Mapping[str, Any]) -> None:
+        """Print which of these options of a table come from which file, as comments."""
+        for name, default in self.tables.get(table, {}).items():
+            if options.get(name) == default.value:
+                print(f"# {flag(name)} {_as_word(default.value)}: {default.file}")
+
+
+def _check_type(name: str, default: FileDefault, owner: type | None) -> None:
+    import msgspec
+
+    assert owner is not None, "which has the option"
+    try:
+        msgspec.convert(default.value, option_types(owner)[name])
+    except msgspec.ValidationError as error:
+        example = ', such as ["a", "b"]' if "array" in str(error) else ""
+        raise ConfigError(f"{default.file}: {name} = {default.value!r}: {str(error).lower()}{example}.") from error
+
+
+def read_defaults(task: str | None = None) -> FileDefaults:
+    """Read the files that there are.
+
+    Args:
+        task: as on the command line; the project's file is next to its file, else in this directory.
+
+    Raises:
+        ConfigError: a file cannot be read, or has an option that there is not, or that must be typed.
+    """
+    file = Path((task or "").rpartition(":")[0])
+    project = (file.parent if file.suffix == ".py" else Path()) / "paceline.toml"
+    user = user_directory("config") / "config.toml"
+    tables: dict[str, dict[str, FileDefault]] = {}
+    named = os.environ.get("PACELINE_SITE_CONFIG")
+    if named and not Path(named).exists():
+        raise ConfigError(f"PACELINE_SITE_CONFIG names {named}, and there is no such file.")
+    for path in (Path(named or "/etc/paceline.toml"), user, project):
+        for table, options in _read(path, is_project=path == project).items():
+            tables.setdefault(table, {}).update({name: FileDefault(value, path) for name, value in options.items()})
+    return FileDefaults(tables)
+
+
+def _read(path: Path, *, is_project: bool) -> dict[str, dict[str, Any]]:
+    try:
+        document = parse_toml(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return {table: _checked(path, table, options, is_project=is_project) for table, options in document.items()}
+
+
+def _checked(path: Path, table: str, options: object, *, is_project: bool) -> dict[str, Any]:
+    """Return a table's options as the command line would have them.
+
+    Raises:
+        ConfigError: there is no such table or option, or it does not belong into this file.
+    """
+    if not isinstance(options, dict) or table not in ("run", "job", *LAUNCHER_NAMES):
+        names = ", ".join(f"[{name}]" for name in ("run", "job", *LAUNCHER_NAMES))
+        raise ConfigError(f"{path}: there is no table [{table}]. The tables are: {names}.")
+    if is_project and (table != "run" or "python" in options):
+        what = "python" if table == "run" else f"the table [{table}]"
+        raise ConfigError(
+            f"{path} has {what}, which becomes part of commands: a project's file has only options of runs. Put it "
+            f"into {user_directory('config') / 'config.toml'}."
+        )
+    if typed := [name for name in _TYPED if table == "run" and name in options]:
+        raise ConfigError(f"{path}: {flag(typed[0])} says which run a command starts, so it must be typed.")
+    try:
+        if table == "run":
+            values = check_keys(options, "[run]")
+            for name, value in values.items():
+                all_options()[name].parsed(value)
+            return values
+        known = {f.name for f in dataclasses.fields(JobOptions)}
+        if table == "job" and (unknown := [name for name in options if name not in known]):
+            raise ConfigError(f"[job] has no option {unknown[0]!r}. The options are: {', '.join(sorted(known))}.")
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _as_word(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def show_config(task: str = "", *, json: Annotated[bool, Parameter(negative="")] = False) -> int:
+    """Show the options that files set for each command here, and the file of each.
+
+    Parameters
+    ----------
+    task
+        The task, as for paceline train: a project's file is next to it.
+    json
+        Print them as JSON.
+    """
+    defaults = read_defaults(task)
+    rows = [
+        {"table": table, "option": name, "value": default.value, "file": str(default.file)}
+        for table, options in defaults.tables.items()
+        for name, default in options.items()
+    ]
+    if json:
+        print(json_module.dumps(rows))
+        return 0
+    if not rows:
+        print("No file sets an option. The files: paceline help config")
+        return 0
+    from paceline.core.output import ListTable, wide_console
+
+    shown = ListTable("table", "option", "value", "from")
+    for row in rows:
+        shown.add(str(row["table"]), flag(str(row["option"])), _as_word(row["value"]), str(row["file"]))
+    wide_console().print(shown)
+    return 0

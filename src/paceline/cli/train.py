@@ -9,15 +9,16 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.cli.defaults import FileDefaults, read_defaults
 from paceline.cli.options import (
     ARGUMENTS,
     COMMON,
     COMMON_OF_TRAIN,
+    FileDefaults,
     explicit_options,
     group,
     job_options,
     launchers_options,
+    read_defaults,
     run_options,
 )
 from paceline.core.built_in import PARTS

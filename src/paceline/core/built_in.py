@@ -162,7 +162,7 @@ COMMANDS: Mapping[str, CliCommand] = {
         "Keep clean", "paceline_maintenance.checkpoint_command:app", "List, verify and remove a run's checkpoints."
     ),
     "config": CliCommand(
-        "Other", "paceline.cli.defaults:show_config", "Show the options that files of defaults set, and which file."
+        "Other", "paceline.cli.options:show_config", "Show the options that files of defaults set, and which file."
     ),
     "version": CliCommand(
         "Other", "paceline.cli.version:version", "Print the versions of Paceline and its dependencies."
@@ -210,9 +210,9 @@ BUILT_IN: Mapping[Group, Mapping[str, str]] = {
         "google": "paceline_clouds.rendered:Google",
     },
     "paceline.strategies": {
-        "single": "paceline.parallel.microbatches:Single",
+        "single": "paceline.parallel.strategy:Single",
         "dp": "paceline_more_strategies.dp_threads:DataParallel",
-        "ddp": "paceline.parallel.microbatches:DDP",
+        "ddp": "paceline.parallel.strategy:DDP",
         "zero1": "paceline.parallel.zero1:ZeRO1",
         "fsdp": "paceline.parallel.fsdp:FSDP",
         "tp": "paceline.parallel.tensor_parallel:TP",

@@ -1,6 +1,6 @@
 """A fork server: a process that has imported the modules of others, and forks them on request. No torch here.
 
-Importing torch takes seconds, forking takes milliseconds. An agent forks workers (:mod:`paceline.elastic.forkserver`),
+Importing torch takes seconds, forking takes milliseconds. An agent forks workers (:mod:`paceline.training.worker`),
 a search forks trials, and a model server forks replicas. Each has a program of its own, which calls
 :func:`run_fork_server`, and starts it with :class:`ForkServer`.
 

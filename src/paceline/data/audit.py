@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from paceline.core.errors import RunDirectoryError
 from paceline.core.files import parse_json, read_document
 from paceline.data.ledger import LedgerEntry, read_ledger
-from paceline.data.order import DeterministicSampler
-from paceline.data.saved_order import restore_order
+from paceline.data.order import DeterministicSampler, restore_order
 
 if TYPE_CHECKING:
     from paceline.runs.directory import RunDirectory

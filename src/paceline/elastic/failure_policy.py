@@ -17,12 +17,11 @@ from paceline.core.errors import (
 )
 from paceline.core.signals import WORKER_STOP_SIGNALS
 from paceline.data.ledger import read_ledger
-from paceline.data.saved_order import restore_order
+from paceline.data.order import restore_order
 from paceline.elastic.group_planner import WorkerGroup
 from paceline.elastic.node import Ended
 from paceline.parallel.reduction_tree import ReductionPlan
-from paceline.runs.directory import RunDirectory
-from paceline.runs.epochs import EpochSteps
+from paceline.runs.directory import EpochSteps, RunDirectory
 from paceline.runs.failures import STOPPED, FailureRecord, ProcessExit, advise, describe, report_job_failure
 
 if TYPE_CHECKING:

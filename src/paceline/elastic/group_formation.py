@@ -1,7 +1,8 @@
-"""The workers' side of a new group: its process group, and the transfer of the state."""
+"""The workers' side of a new group: its store, its process group, and the transfer of the state."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -19,8 +20,7 @@ from paceline.elastic.worker_channel import AgentClient, Assignment
 from paceline.parallel.device import LocalDevice
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.point_to_point import describe_tensor, empty_tensor, receive_tensor, send_tensor
-from paceline.parallel.process_group import form_group
-from paceline.parallel.world import World
+from paceline.parallel.world import World, form_group
 from paceline.runs.checkpoint_state import flatten, unflatten
 from paceline.torch_internals import PrefixStore, Store, TCPStore, restart_group_names
 
@@ -262,3 +262,48 @@ def transfer_state(world: World, agreement: StateSource, state: Mapping[str, Any
             receive_tensor(world, received[name], source)
     world.progress_tracker.end_collective()
     return None if received is None else dict(unflatten(received, content["skeleton"]))
+
+
+# --- The host of the rendezvous stores, one per generation: a process that worker faults do not affect ---
+#
+# Commands come over a socket pair, one JSON object per packet: ``{"open": generation}`` with a bound and listening
+# socket, and ``{"close": generation}``. The agent creates the socket, so it knows the port at once, and early clients
+# wait in the backlog. Closing a store resets its clients, which frees members that wait in it for a lost one.
+# ``{"done": command}`` answers each command; without an answer the agent considers this process hung, and ends it.
+
+
+_LONGEST_COMMAND = 4096
+
+
+def serve_stores(descriptor: int) -> int:
+    """Serve until the agent has ended."""
+    commands = socket.socket(fileno=descriptor)
+    stores: dict[int, TCPStore] = {}
+    while True:
+        content, descriptors = b"", list[int]()
+        with suppress(ConnectionError):  # the agent was killed
+            content, descriptors, _, _ = socket.recv_fds(commands, _LONGEST_COMMAND, 1)
+        if not content:
+            # Exit without waiting for any store's threads.
+            os._exit(0)
+        command = json.loads(content)
+        if "open" in command:
+            stores[command["open"]] = _store(descriptors[0])
+        else:
+            stores.pop(command["close"], None)
+        with suppress(ConnectionError):
+            commands.send(json.dumps({"done": command}).encode())
+
+
+def _store(listener: int) -> TCPStore:
+    """Create a store on a listening socket, which it then owns."""
+    with socket.socket(fileno=os.dup(listener)) as known:
+        address, port = known.getsockname()
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=30),
+        master_listen_fd=listener,
+    )

@@ -276,7 +276,7 @@ _SERVED_S = 2.0  # how long the store host may take to open or close a store: mi
 
 
 class RendezvousStores:
-    """The rendezvous stores of one node, which a process of its own serves; see :mod:`paceline.elastic.forkserver`.
+    """The rendezvous stores of one node, which a process of its own serves, by ``serve_stores``.
 
     Args:
         selector: of the agent's loop; handlers are the registered data.

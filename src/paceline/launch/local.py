@@ -255,6 +255,6 @@ def _rank(spec: LaunchSpec, local_rank: int, host: str, port: int) -> Command:
 def _forkserver(spec: LaunchSpec) -> Command:
     return Command(
         title=f"forks {spec.local_world_size} workers of {spec.job_file}, and replaces those that die",
-        argv=(spec.command[0], "-P", "-m", "paceline.elastic.forkserver"),
+        argv=(spec.command[0], "-P", "-m", "paceline.training.worker"),
         env={**spec.thread_variables(), **spec.env},
     )

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from paceline.core.built_in import FRAMEWORKS
 from paceline.core.environment import (
@@ -31,9 +31,6 @@ from paceline.core.sockets import job_port
 from paceline.launch.rank_output import pass_own_lines_on
 from paceline.launch.rank_variables import env_style_variables, expand_placeholders, interface_variables
 from paceline.launch.stop_codes import STOP_CODES, run_rank
-
-if TYPE_CHECKING:
-    pass
 
 _FROM_OUTSIDE = ("RANK", "WORLD_SIZE", "MASTER_PORT")
 """What no launcher of ranks sets: a shell's profile, a pod or an image does, the same for all ranks.

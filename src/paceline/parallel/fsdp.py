@@ -17,12 +17,11 @@ from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, TaskError
 from paceline.core.plugins import has_part, import_object
 from paceline.data.samples import MicroBatch
-from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.options import FsdpOptions
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.sharded_state import clip_gradients, gather_full, require_no_hook
-from paceline.parallel.strategy import AMP_DTYPES, MicrobatchWork, StrategyOptions
+from paceline.parallel.strategy import AMP_DTYPES, ExternalReduceStrategy, MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims, World
 from paceline.parallel.wrap_units import exclude_tied, model_blocks, wrap_units
 from paceline.torch_internals import (

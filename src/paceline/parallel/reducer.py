@@ -14,10 +14,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from paceline.core.errors import DataError, TaskError
-from paceline.parallel.grad_buffers import FlatLayout, MicrobatchBuffers, ScratchGradient
+from paceline.parallel.grad_buffers import FlatLayout, MicrobatchBuffers, MicrobatchSums, ScratchGradient, StepHeader
 from paceline.parallel.reduction_tree import Accumulate, ReductionPlan
 from paceline.parallel.sharded_state import distributed_part, local_shard
-from paceline.parallel.step_header import MicrobatchSums, StepHeader
 from paceline.parallel.transports import (
     Bucket,
     GradBuffer,

@@ -22,10 +22,9 @@ from paceline.core.errors import ConfigError, TaskError
 from paceline.core.task import Task
 from paceline.data.order import derive_key
 from paceline.data.samples import MicroBatch
-from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.sharded_state import clip_gradients, explain_dtensor_mixing, gather_full, require_no_hook
-from paceline.parallel.strategy import MicrobatchWork
+from paceline.parallel.strategy import MicrobatchWork, ReducerStrategy
 from paceline.parallel.tp_autoplan import (
     describe_tp_plan,
     find_tied_parameters,

@@ -7,10 +7,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.core.errors import ConfigError
-from paceline.parallel.microbatches import ExternalReduceStrategy, compile_model
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reduction_tree import ReductionPlan
-from paceline.parallel.strategy import StrategyOptions
+from paceline.parallel.strategy import ExternalReduceStrategy, StrategyOptions, compile_model
 from paceline.parallel.world import ParallelDims
 from paceline.torch_internals import foreach_mul_, leave_buffers, silence_search_warning
 

@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.point_to_point import describe_tensor, empty_tensor, receive_tensor, send_tensor
-from paceline.parallel.strategy import ParameterLayout, Replicated
+from paceline.parallel.strategy import ParameterLayout, ReducerStrategy, Replicated
 from paceline.parallel.world import ParallelDims, World
 from paceline.torch_internals import broadcast_coalesced
 

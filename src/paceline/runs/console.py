@@ -20,8 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.core.output import Console
-from paceline.runs.directory import RunDirectory
-from paceline.runs.epochs import EpochSteps
+from paceline.runs.directory import EpochSteps, RunDirectory
 from paceline.runs.metric_writers import Imbalance, finite
 from paceline.runs.rank_log import Tee, TerminalStream, json_line, terminal_and_log
 

@@ -15,13 +15,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import psutil
 
 from paceline.core.errors import RunDirectoryError
 from paceline.core.files import DISK_ERRORS, ResilientAppendFile, read_json_lines, write_atomically
-from paceline.runs.phases import PhaseTimer
+
+if TYPE_CHECKING:
+    from paceline.runs.monitor import PhaseTimer
 
 # --- ``metrics.jsonl`` and TensorBoard, without duplicate points after a restart ---
 

@@ -18,8 +18,8 @@ from paceline.core.errors import DataError, TaskError
 from paceline.core.task import BatchInfo, Callback, Loss, LossResult, Task
 from paceline.data.loader import EvalBatches
 from paceline.data.samples import MicroBatch
+from paceline.parallel.grad_buffers import read_numbers
 from paceline.parallel.peer_errors import translate_peer_errors
-from paceline.parallel.step_header import read_numbers
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.monitor import Monitor
 from paceline.training.control import StopCause

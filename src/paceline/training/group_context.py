@@ -12,13 +12,12 @@ from typing import Any, Protocol
 from paceline.core.task import RankInfo
 from paceline.data.workers import data_workers
 from paceline.elastic.worker_channel import AgentClient
-from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import equal_work_split
-from paceline.parallel.strategy import Strategy
+from paceline.parallel.strategy import ExternalReduceStrategy, Strategy
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.checkpointer import Checkpointer
-from paceline.runs.phases import PHASES
+from paceline.runs.monitor import PHASES
 from paceline.training import control
 from paceline.training.checkpoint_manager import CheckpointManager
 from paceline.training.control import ControlFlags, StopCause

@@ -28,8 +28,7 @@ from paceline.parallel.strategy import AMP_DTYPES, ExampleBatchProvider, Paramet
 from paceline.parallel.strategy_selection import build_layout, build_strategy
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.backup import BackupStore, open_backup
-from paceline.runs.directory import Fork, RunDirectory
-from paceline.runs.epochs import EpochSteps
+from paceline.runs.directory import EpochSteps, Fork, RunDirectory
 from paceline.runs.metric_writers import Writer
 from paceline.runs.monitor import Monitor
 from paceline.training.control import ROW_LENGTH, StopSignals

@@ -27,7 +27,7 @@ from paceline.core.task_loading import (
     recorded_spec,
     task_fields,
 )
-from paceline.data.saved_order import require_same_order, save_order
+from paceline.data.order import require_same_order, save_order
 from paceline.parallel.strategy_selection import choose_strategy
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import has_tensorboard

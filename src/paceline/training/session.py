@@ -27,7 +27,7 @@ from paceline.runs.checkpoint_store import find_version
 from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import finite
-from paceline.runs.phases import OUTSIDE_STEPS
+from paceline.runs.monitor import OUTSIDE_STEPS
 from paceline.runs.timeline import starts
 from paceline.training import run_setup
 from paceline.training.checkpoint_manager import retry

@@ -18,13 +18,13 @@ from paceline.core.task import BatchInfo, Callback, Loss, LossFunction, LossResu
 from paceline.data.order import DeterministicSampler
 from paceline.data.samples import MicroBatch
 from paceline.data.stream import StreamLoader
-from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.point_to_point import describe_tensor, empty_tensor
 from paceline.parallel.progress import ProgressTracker
 from paceline.parallel.reducer import StepSums
+from paceline.parallel.strategy import ReducerStrategy
 from paceline.parallel.world import World
 from paceline.runs.directory import RunDirectory
-from paceline.runs.phases import PhaseTimer
+from paceline.runs.monitor import PhaseTimer
 from paceline.training.control import ControlFlags, merge
 from paceline.training.evaluation import Pair, as_loss, as_pairs, mean_values, split_values
 from paceline.training.optim import LEAST_SCALE, ShardedGradScaler

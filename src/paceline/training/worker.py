@@ -1,4 +1,4 @@
-"""The program of a worker: ``python -m paceline.training.worker JOB.toml``, or a fork of an agent's fork server."""
+"""The program of a worker, ``python -m paceline.training.worker JOB.toml``, and an agent's fork server of workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.built_in import PARTS
 from paceline.core.environment import Environment, default_threads, detect_environment, restart_with_hash_seed
 from paceline.core.errors import RunInUseError
-from paceline.core.fork_server import redirect_output
+from paceline.core.fork_server import Child, redirect_output, restore_stop_signals, run_fork_server
 from paceline.core.job import WorkerConfig, default_run_path
 from paceline.core.owned_names import name_multiprocessing, remove_leftovers
 from paceline.core.plugins import import_object
@@ -43,17 +43,6 @@ def main(argv: list[str]) -> int:
         return run_reported(worker_config, environment)[0]
     except KeyboardInterrupt:  # before signals are handled: nothing has begun
         return 130
-
-
-def preload() -> None:
-    """Import what a worker needs sooner or later: one that is forked from this process has it at once."""
-    import paceline.runs.console
-    import paceline.training.session  # noqa: F401
-    from paceline.runs.metric_writers import preload_tensorboard
-    from paceline.torch_internals import preload_deterministic_algorithms
-
-    preload_tensorboard()
-    preload_deterministic_algorithms()
 
 
 def main_under_agent(job_file: Path, channel: int, local_index: int, terminal: tuple[int, int]) -> int:
@@ -287,7 +276,57 @@ def _watch_over(worker_config: WorkerConfig, world: World, directory: RunDirecto
     )
 
 
+# --- The fork server of an agent: ``python -m paceline.training.worker FD``; see :mod:`paceline.core.fork_server` ---
+#
+# A worker that died is replaced in milliseconds, by a fork of this process. A request for a worker is
+# ``{"fork": number, "local_index": i, "job_file": path}``, with the worker's end of its channel and, above index 0, its
+# log; one for the host of the rendezvous stores has the number ``STORE_HOST`` and the host's end of its socket pair.
+#
+# This process lives as long as its agent: when the agent's end closes, it kills what it has forked. Until the
+# workers have saved they need the store host, so only workers are stopped by signals.
+
+
+def preload() -> None:
+    """Import what a worker needs sooner or later: one that is forked from this process has it at once."""
+    import paceline.elastic.group_formation
+    import paceline.runs.console
+    import paceline.training.session  # noqa: F401
+    from paceline.runs.metric_writers import preload_tensorboard
+    from paceline.torch_internals import preload_deterministic_algorithms
+
+    preload_tensorboard()
+    preload_deterministic_algorithms()
+
+
+def prepare_child(request: Mapping[str, Any], descriptors: Sequence[int]) -> Child:
+    """Make a forked process a worker, or the store host."""
+    from paceline.elastic.node import STORE_HOST
+
+    if request["fork"] == STORE_HOST:
+        return lambda: _serve_stores(descriptors[0])
+    restore_stop_signals()
+    channel, *log = descriptors
+    # A worker that rises to rank 0 later prints to the terminal, wherever it prints now.
+    terminal = (os.dup(1), os.dup(2))
+    if log:
+        redirect_output(log[0])
+    return lambda: _run_worker(request["job_file"], channel, request["local_index"], terminal)
+
+
+def _serve_stores(descriptor: int) -> int:
+    from paceline.elastic.group_formation import serve_stores
+
+    return serve_stores(descriptor)
+
+
+def _run_worker(job_file: str, channel: int, local_index: int, terminal: tuple[int, int]) -> int:
+    sys.argv = ["paceline.training.worker", job_file]
+    return main_under_agent(Path(job_file), channel, local_index, terminal)
+
+
 if __name__ == "__main__":
+    if sys.argv[1].isdecimal():
+        sys.exit(run_fork_server(int(sys.argv[1]), preload, prepare_child))
     # With --on inprocess this is not a process of its own: the command line, or a script that calls fit().
     if sys.orig_argv[1:4] == ["-P", "-m", "paceline.training.worker"]:
         restart_with_hash_seed()

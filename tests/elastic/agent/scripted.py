@@ -15,11 +15,11 @@ from pathlib import Path
 
 from paceline.core import errors
 from paceline.core.fork_server import run_fork_server
-from paceline.elastic.forkserver import prepare_child
 from paceline.elastic.worker_channel import AgentClient, Retired, WorkerChannel
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import record_failure
 from paceline.training import worker
+from paceline.training.worker import prepare_child
 
 
 class Stop(Exception):

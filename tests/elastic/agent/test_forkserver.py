@@ -16,7 +16,7 @@ import multiprocessing, os, signal, socket, sys, time
 from multiprocessing import util
 from paceline.core.fork_server import ForkServerProcess
 from paceline.core.signals import WORKER_STOP_SIGNALS
-from paceline.elastic.forkserver import prepare_child
+from paceline.training.worker import prepare_child
 from paceline.training import worker
 
 setsid = os.setsid

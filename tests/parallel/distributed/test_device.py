@@ -114,8 +114,8 @@ for name in ("_lazy_init", "init", "is_available", "device_count", "current_devi
              "get_device_properties", "get_device_name", "mem_get_info", "synchronize"):
     setattr(torch.cuda, name, forbidden(name))
 
-from paceline.elastic.forkserver import _preload
-_preload()
+from paceline.training.worker import preload
+preload()
 assert not torch.cuda.is_initialized()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

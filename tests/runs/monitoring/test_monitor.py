@@ -10,8 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from paceline.core.files import read_json_lines
-from paceline.runs.directory import RunDirectory
-from paceline.runs.epochs import EpochSteps
+from paceline.runs.directory import EpochSteps, RunDirectory
 from paceline.runs.metric_writers import RankStatus
 from paceline.runs.monitor import Monitor
 

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.runs import phases
-from paceline.runs.phases import PHASES, PhaseTimer
+from paceline.runs import monitor
+from paceline.runs.monitor import PHASES, PhaseTimer
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that the test sets: its last entry is now."""
     now = [100.0]
-    monkeypatch.setattr(phases, "perf_counter", lambda: now[-1])
+    monkeypatch.setattr(monitor, "perf_counter", lambda: now[-1])
     return now
 
 

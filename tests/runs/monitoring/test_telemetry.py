@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.runs.metric_writers import STATUS_WIDTH, RankStatus, Telemetry, imbalance
-from paceline.runs.phases import PhaseTimer
+from paceline.runs.monitor import PhaseTimer
 
 
 def row(step_s: float, busy: float) -> RankStatus:

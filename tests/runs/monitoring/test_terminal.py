@@ -17,8 +17,7 @@ from rich.console import Console
 
 from paceline.runs import console
 from paceline.runs.console import duration, number, summary
-from paceline.runs.directory import RunDirectory
-from paceline.runs.epochs import EpochSteps
+from paceline.runs.directory import EpochSteps, RunDirectory
 from paceline.runs.metric_writers import RankStatus
 from paceline.runs.monitor import Monitor
 from paceline.runs.rank_log import capture_rank_output, open_rank_log, plain

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.cli.defaults import read_defaults
-from paceline.cli.options import launchers_options
+from paceline.cli.options import launchers_options, read_defaults
 from paceline.core.built_in import PARTS
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc, parse_walltime_s

@@ -37,9 +37,8 @@ from paceline.core.built_in import PACKAGES
 from paceline.core.errors import PurityError, join_names
 from paceline.core.task import Loss, Task
 from paceline.data.samples import Loader, MicroBatch, SampleCheck
-from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.sharded_state import local_shard
-from paceline.parallel.strategy import Strategy
+from paceline.parallel.strategy import ReducerStrategy, Strategy
 from paceline.parallel.world import World
 from paceline.runs.checkpoint_state import bytes_of
 from paceline.runs.checkpoint_store import scan

@@ -13,10 +13,9 @@ import torch
 
 from paceline.core.errors import ConfigError, NondeterminismError, PeerLostError, SilentDataCorruptionError
 from paceline.data.samples import Loader, MicroBatch
-from paceline.parallel.microbatches import ReducerStrategy
-from paceline.parallel.strategy import Strategy
+from paceline.parallel.strategy import ReducerStrategy, Strategy
 from paceline.parallel.world import World
-from paceline.runs.phases import PhaseTimer
+from paceline.runs.monitor import PhaseTimer
 from paceline.training import control
 from paceline.training.control import ControlFlags
 from paceline.training.group_context import GroupContext

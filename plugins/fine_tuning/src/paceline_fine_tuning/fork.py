@@ -26,8 +26,7 @@ from paceline.data.ledger import copy_until, read_ledger
 from paceline.runs.checkpoint_manifest import read_manifest, temporary_directory, verify
 from paceline.runs.checkpoint_selection import select_checkpoint
 from paceline.runs.checkpoint_store import copy, find_version, parse_name, remove_stale, scan
-from paceline.runs.directory import Fork, RunDirectory
-from paceline.runs.epochs import EpochSteps
+from paceline.runs.directory import EpochSteps, Fork, RunDirectory
 from paceline.runs.metric_writers import keep_until
 
 _LENGTHS, _BATCHES = OF_FORKS[:2], OF_FORKS[2:]

@@ -23,12 +23,11 @@ from paceline.core.config import RunConfig
 from paceline.core.environment import patch_environ
 from paceline.core.errors import ConfigError
 from paceline.core.plugins import install_command
-from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.sharded_state import ShardedOptimizer, gather_full
-from paceline.parallel.strategy import AMP_DTYPES, ParameterLayout, Replicated, StrategyOptions
+from paceline.parallel.strategy import AMP_DTYPES, ExternalReduceStrategy, ParameterLayout, Replicated, StrategyOptions
 from paceline.parallel.world import ParallelDims, World
 from paceline.torch_internals import foreach_mul_, foreach_norm
 from paceline_frameworks.strategy_options import DeepSpeedOptions

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError, PeerLostError
-from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import ReductionPlan
-from paceline.parallel.strategy import StrategyOptions
+from paceline.parallel.strategy import ExternalReduceStrategy, StrategyOptions
 from paceline.parallel.world import ParallelDims, World
 
 

@@ -18,8 +18,7 @@ from torch import nn
 from paceline.core.errors import ConfigError
 from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch, to_device
-from paceline.parallel.microbatches import ReducerStrategy
-from paceline.parallel.strategy import MicrobatchWork, StrategyOptions
+from paceline.parallel.strategy import MicrobatchWork, ReducerStrategy, StrategyOptions
 from paceline.parallel.world import ParallelDims
 from paceline_more_strategies.options import DataParallelOptions
 

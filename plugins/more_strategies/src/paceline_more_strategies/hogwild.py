@@ -23,9 +23,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.core.errors import ConfigError
-from paceline.parallel.microbatches import DDP
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
+from paceline.parallel.strategy import DDP
 from paceline.parallel.transports import map_shared
 from paceline.parallel.world import World
 from paceline.training.control import ControlFlags

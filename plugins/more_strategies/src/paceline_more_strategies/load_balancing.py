@@ -16,7 +16,7 @@ from paceline.data.samples import MicroBatch
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import whole_subtrees
 from paceline.parallel.strategy import Strategy
-from paceline.runs.phases import PhaseTimer
+from paceline.runs.monitor import PhaseTimer
 from paceline.training.control import ControlFlags, values_of
 from paceline.training.hooks import RunHook, StepHook
 

@@ -15,10 +15,9 @@ from torch.optim import SGD, Optimizer
 from paceline.core.config import ResolvedConfig
 from paceline.core.errors import ConfigError
 from paceline.elastic.group_formation import StateSource, transfer_state
-from paceline.parallel.microbatches import MicrobatchStrategy
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import ReductionPlan
-from paceline.parallel.strategy import StrategyOptions
+from paceline.parallel.strategy import MicrobatchStrategy, StrategyOptions
 from paceline.parallel.world import ParallelDims, World
 from paceline.torch_internals import foreach_copy_
 from paceline.training.control import ROW_LENGTH

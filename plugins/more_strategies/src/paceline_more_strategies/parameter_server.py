@@ -13,12 +13,11 @@ from torch import nn
 
 from paceline.core.errors import ConfigError
 from paceline.parallel.grad_buffers import FlatLayout
-from paceline.parallel.microbatches import DDP, MicrobatchStrategy
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.point_to_point import Message, start_messages
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import Combine, ReductionPlan
-from paceline.parallel.strategy import StrategyOptions
+from paceline.parallel.strategy import DDP, MicrobatchStrategy, StrategyOptions
 from paceline.parallel.transports import gather_headers, zero_grad_buffers
 from paceline.parallel.world import ParallelDims, World
 from paceline_more_strategies.messages import TensorBundle

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from paceline.data.samples import Loader, MicroBatch
-from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.options import PipelineOptions
 from paceline.parallel.pipeline.stage_split import manual_split
 from paceline.parallel.pipeline.stages import Stage, absent_arguments, cut, find_blocks
@@ -26,6 +25,7 @@ from paceline.parallel.strategy import (
     ExampleBatchProvider,
     MicrobatchWork,
     ParameterLayout,
+    ReducerStrategy,
     Replicated,
     Strategy,
     StrategyOptions,

@@ -17,8 +17,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from paceline.core.files import write_atomically
 from paceline.runs.directory import RunDirectory
-from paceline.runs.monitor import Monitor
-from paceline.runs.phases import PhaseTime
+from paceline.runs.monitor import Monitor, PhaseTime
 from paceline.training.group_context import GroupContext
 from paceline.training.hooks import RunHook, StepHook
 from paceline.training.state_manager import StateManager

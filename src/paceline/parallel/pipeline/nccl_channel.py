@@ -21,8 +21,7 @@ from paceline.parallel.pipeline.channel import (
     fill,
     layout,
 )
-from paceline.parallel.process_group import COLLECTIVE_TIMEOUT_S
-from paceline.parallel.world import World
+from paceline.parallel.world import COLLECTIVE_TIMEOUT_S, World
 
 # A message's description and its tensors on the CPU (the states of random generators) go through gloo, its tensors on
 # the GPU through NCCL, as one frame. NCCL matches the n-th send of a communicator with the n-th receive, and its

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from paceline.core.errors import ConfigError, TaskError
 from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch
-from paceline.parallel.microbatches import require_agreement
+from paceline.parallel.grad_buffers import pack_set, union
 from paceline.parallel.options import PipelineOptions, Split
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.pipeline import schedules, stage_split
@@ -48,8 +48,7 @@ from paceline.parallel.pipeline.stages import (
 from paceline.parallel.reducer import GradientReducer, StepSums
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.sharded_state import explain_dtensor_mixing, local_shard, norms_of_parts
-from paceline.parallel.step_header import pack_set, union
-from paceline.parallel.strategy import ExampleBatchProvider, MicrobatchWork, StrategyOptions
+from paceline.parallel.strategy import ExampleBatchProvider, MicrobatchWork, StrategyOptions, require_agreement
 from paceline.parallel.world import ParallelDims, World
 from paceline.torch_internals import (
     buffer_table,
