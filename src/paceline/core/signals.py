@@ -329,7 +329,14 @@ def describe_unresponsive(pid: int | None, limit_s: float = 0.3) -> str:
     return text
 
 
-def state_of(pid: int) -> str:
+def is_computing(pid: int) -> bool:
+    """Return whether a thread of a process runs, waits for a processor, or for a disk in the kernel."""
+    with suppress(OSError):
+        return any(state_of(f"{pid}/task/{thread}") in {"R", "D"} for thread in os.listdir(f"/proc/{pid}/task"))
+    return False
+
+
+def state_of(pid: int | str) -> str:
     """Return the letter of a process's state, as in ``/proc/PID/stat``; "" if there is no such process."""
     with suppress(OSError, IndexError):
         # The name in front may hold spaces and parentheses.

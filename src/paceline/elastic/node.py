@@ -25,7 +25,7 @@ from paceline.core.environment import with_hash_seed
 from paceline.core.errors import LaunchError
 from paceline.core.fork_server import Exited, Forked, ForkServer, NotForked
 from paceline.core.job import Command
-from paceline.core.signals import describe_unresponsive
+from paceline.core.signals import describe_unresponsive, is_computing
 from paceline.elastic.group_planner import Status, WorkerState
 from paceline.elastic.worker_channel import (
     Assignment,
@@ -142,6 +142,7 @@ class WorkerProcess:
         self.announced_code = -int(signal.SIGKILL)
         self._expected = "start"
         self._limit_s = math.inf
+        self._stage_limit_s = 0.0
         self._expected_by = math.inf
         self._leave_by = math.inf
         self.status: Status = "starting"
@@ -193,8 +194,9 @@ class WorkerProcess:
         self.heard_at = time.monotonic()
         self._extend_deadline(heartbeat_s)
         match message:
-            case WorkerHeartbeat(step, phase=phase):
+            case WorkerHeartbeat(step, phase=phase, limit_s=limit_s):
                 self.step = step
+                self._stage_limit_s = limit_s
                 if phase == "script" and self._leave_by < math.inf:  # its code may take long, and leaves afterwards
                     self._leave_by = time.monotonic() + _LEAVE_S
             case Ready():
@@ -216,6 +218,19 @@ class WorkerProcess:
         """Record that its process has ended; the fork server reports the exit code, if it is alive."""
         self.ending = True
         self.expect("be reported", _REPORT_S)
+
+    def is_busy(self, now: float, heartbeat_s: float) -> bool:
+        """Return whether it is silent, but computes; extend its deadline, to the time limit of its stage at most.
+
+        C code that holds the interpreter lets no heartbeat through. On a busy machine it may take seconds: torch's own
+        operations with sharded tensors are such code.
+        """
+        until = self.heard_at + self._stage_limit_s
+        if self._expected != "answer" or self.pid is None or now >= until or not is_computing(self.pid):
+            return False
+        self._limit_s = self._stage_limit_s
+        self._expected_by = min(now + heartbeat_s, until)
+        return self._leave_by > now
 
     def _extend_deadline(self, heartbeat_s: float) -> None:
         if self.beats and not self.ending and not self.killed:
@@ -564,7 +579,7 @@ class NodeWorkers:
         for worker in [w for w in self._workers.values() if w.deadline <= now]:
             if worker.ending:
                 self._ended(worker, worker.announced_code)  # the fork server does not say how
-            else:
+            elif not worker.is_busy(now, self._heartbeat_s):
                 silent = not worker.killed and now - worker.heard_at >= self._heartbeat_s
                 why = describe_unresponsive(worker.pid) if silent else ""
                 self._kill(worker, f"{worker.failing}: it {why}" if why else worker.failing)

@@ -55,12 +55,14 @@ class WorkerHeartbeat(ChannelMessage, frozen=True, tag="beat"):
         step: optimizer steps done; -1 if unknown yet.
         version: its state_version; -1 if unknown yet.
         overdue: whether that takes longer than expected.
+        limit_s: for how long it may compute without another one.
     """
 
     step: int
     version: int
     phase: str
     overdue: bool = False
+    limit_s: float = 0.0
 
 
 class StallSnapshot(ChannelMessage, frozen=True, tag="snapshot"):
@@ -299,6 +301,7 @@ def _active_helper(activity: ProgressTracker) -> tuple[str, str]:
 # Two threads serve the channel, so that heartbeats continue during a long step or a wait in C++.
 
 
+_LONGEST_SILENCE_S = 600.0  # of a worker that computes, where its stage has no time limit
 _ORPHANED = 1  # exit code of a worker whose agent is gone
 _GLANCE_S = 0.1
 
@@ -380,8 +383,9 @@ class AgentClient:
 
     def beat(self) -> None:
         """Send a heartbeat now."""
-        pulse = self.pulse
-        self._channel.send(WorkerHeartbeat(pulse.step, pulse.version, pulse.phase, self.progress_tracker.overdue))
+        pulse, tracker = self.pulse, self.progress_tracker
+        limit_s = min(tracker.limit_s, _LONGEST_SILENCE_S)
+        self._channel.send(WorkerHeartbeat(pulse.step, pulse.version, pulse.phase, tracker.overdue, limit_s))
 
     def fail(self, failure: FailureRecord) -> None:
         """Report the error that ends this process."""

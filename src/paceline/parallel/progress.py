@@ -109,6 +109,16 @@ class ProgressTracker:
         finally:
             self.suspend()
 
+    @contextmanager
+    def in_stage(self, stage: Stage) -> Iterator[None]:
+        """Let the clock of another stage run within the context."""
+        outer, phase, spent_s = self.stage, self.phase, monotonic() - self.since
+        self.begin(stage)
+        yield
+        self.begin(outer)
+        self.phase = phase
+        self.since -= spent_s
+
     def move(self, phase: str) -> None:
         """Enter a phase."""
         self.phase = phase
@@ -134,7 +144,7 @@ class ProgressTracker:
     @property
     def limit_s(self) -> float:
         """The time limit of the stage."""
-        took_s = self._took_s[self.stage]
+        took_s = self._took_s[self.stage] or self._took_s["first step" if self.stage == "step" else self.stage]
         floor_s = FLOOR_S[self.stage]
         if self._limit_s is not None:
             if self.stage == "step":

@@ -116,7 +116,7 @@ class Trainer:
                 hook.validate()
             loader = stack.enter_context(closing(run.build_loader()))
             self.checkpointer = stack.enter_context(open_checkpointer(run))
-            self.states = stack.enter_context(closing(StateManager(run, loader, self.checkpointer.wait_for_tensors)))
+            self.states = stack.enter_context(closing(StateManager(run, loader, self._await_readers)))
             self.code = stack.enter_context(closing(CodeRecorder()))
             engine.validate(run, self.states)
             self._resources = stack.pop_all()
@@ -189,6 +189,13 @@ class Trainer:
         if group is not None:
             group.close()
             self.states.undo_step()
+
+    def _await_readers(self) -> None:
+        """Wait until no save reads the state; a slow disk counts as a checkpoint, not as a slow step."""
+        if self._group is None:
+            return self.checkpointer.wait_for_tensors()
+        with self._group.world.progress_tracker.in_stage("checkpoint"):
+            self.checkpointer.wait_for_tensors()
 
     def steps(self, group: GroupContext) -> Iterator[OpenStep]:
         """Yield the steps that are left, each for the caller to compute; commits, saves and stops happen in between.

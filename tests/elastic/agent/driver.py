@@ -31,7 +31,7 @@ spec = LaunchSpec(
         recover=sys.argv[3],
         init_timeout_s=1.0,
         max_restarts=max_restarts,
-        heartbeat_s=1.5 if any(kind == "stop" for _, kind in faults) else 60.0,
+        heartbeat_s=1.5 if any(kind in ("stop", "grip") for _, kind in faults) else 60.0,
     ),
 )
 [forkserver] = get_launcher("spawn").render(spec).commands

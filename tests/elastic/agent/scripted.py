@@ -21,6 +21,10 @@ from paceline.runs.failures import record_failure
 from paceline.training import worker
 from paceline.training.worker import prepare_child
 
+LIMIT_S = 4.0
+HOLDS_S = {"busy": 2.5, "grip": 60.0}
+"""Seconds for which a worker computes without an answer: less than a step may take, and more."""
+
 
 class Stop(Exception):
     """A signal asked this worker to save and leave."""
@@ -79,6 +83,13 @@ def work(agent: AgentClient, job_file: Path, slot: int, terminal: tuple[int, int
                         time.sleep(0.01)
                     break
                 if kind and step >= fault_step and (kind != "stop" or place.world_size == script["world"]):
+                    if kind in HOLDS_S:
+                        agent.progress_tracker.begin("step")
+                        agent.progress_tracker.limit_steps_to(LIMIT_S)
+                        agent.beat()
+                        hold_interpreter(HOLDS_S[kind])
+                        kind = ""
+                        continue
                     if kind == "late":
                         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it asks no more whether to stop
                         (place_of_work / f"late-{left}").touch()
@@ -96,6 +107,12 @@ def work(agent: AgentClient, job_file: Path, slot: int, terminal: tuple[int, int
     except Exception as error:
         agent.beat()
         return record_failure(RunDirectory(place_of_work), slot, error)
+
+
+def hold_interpreter(seconds: float) -> None:
+    """Compute in C code, without a chance for other threads."""
+    until = time.monotonic() + seconds
+    next(filter(until.__lt__, iter(time.monotonic, None)))
 
 
 def end(kind: str) -> None:

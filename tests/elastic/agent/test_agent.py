@@ -137,6 +137,14 @@ def test_killed_and_stopped_members_are_replaced(job: Job) -> None:
     assert {f"terminal of {slot}" for slot in range(3)} <= set(done.stdout.splitlines())
 
 
+def test_a_member_that_computes_without_an_answer_has_the_time_of_a_step(job: Job) -> None:
+    done = job.run(3, {"1:1": [20, "busy"], "2:1": [20, "grip"]}, steps=500)
+    assert (done.returncode, done.stderr) == (0, "")
+    ((slot, how),) = [(event["slot"], event["how"]) for event in job.events("fault")]
+    assert (slot, how.partition(" it ")[0]) == (2, "did not answer within 4 s:")
+    assert "runs without answering, as C code does that holds the interpreter" in how
+
+
 def test_a_worker_for_which_there_is_no_log_prints_to_the_terminal(job: Job) -> None:
     (job.path / "logs/rank-1.log").mkdir(parents=True)
     done = job.run(2, {})

@@ -93,7 +93,7 @@ def test_silent_ranks_are_described(run_processes: Any, tmp_path: Path, undistur
     run = Run(run_processes, tmp_path / "run", harms, (*INPLACE, "3"))
     assert run.model() == undisturbed
     assert [re.sub(r"\.py:\d+", ".py", event["how"]) for event in run.events("fault")] == [
-        "did not answer within 2 s: it runs without answering, as C code does that holds the interpreter, "
+        "did not answer within 3 s: it runs without answering, as C code does that holds the interpreter, "
         "in `grip` (faulty.py)",
         "did not answer within 2 s: it is stopped (SIGSTOP)",
     ]

@@ -45,6 +45,27 @@ def test_short_steps_have_the_floor_as_their_limit(clock: list[float]) -> None:
     assert activity.limit_s == FLOOR_S["step"]
 
 
+def test_second_step_may_take_as_long_as_the_first_lets_expect(clock: list[float]) -> None:
+    activity = ProgressTracker()
+    take(activity, clock, "first step", 20.0)
+    assert (activity.stage, activity.limit_s) == ("step", 200.0)
+
+
+def test_time_in_another_stage_is_not_the_steps(clock: list[float]) -> None:
+    activity = ProgressTracker()
+    activity.begin("step")
+    clock[0] += 20.0
+    activity.move("optimizer")
+    with activity.in_stage("checkpoint"):
+        clock[0] += 40.0
+        assert (activity.stage, activity.overdue) == ("checkpoint", False)
+    assert (activity.stage, activity.phase) == ("step", "optimizer")
+    clock[0] += 5.0
+    assert not activity.overdue
+    clock[0] += 6.0
+    assert activity.overdue
+
+
 def test_limit_that_was_given_is_that_of_a_step(clock: list[float]) -> None:
     activity = ProgressTracker(2.5)
     for _ in range(3):
