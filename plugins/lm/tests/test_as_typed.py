@@ -59,8 +59,8 @@ def test_chats_are_trained_exported_and_served(run_processes: Processes, tmp_pat
     audited = audit(RunDirectory(tmp_path / "run"))
     assert audited.clean
     assert "24 documents" in audited.verdict
-    for kind, file in {"hf": "config.json", "peft": "adapter_config.json"}.items():
-        paceline(run_processes, "export", "run", "--format", kind)
+    for kind, file, *merge in (("hf", "config.json", "--merge"), ("peft", "adapter_config.json")):
+        paceline(run_processes, "export", "run", "--format", kind, *merge)
         assert (tmp_path / "run" / kind / file).is_file()
     # What vLLM would get: a program of its name writes down its words.
     programs = tmp_path / "programs"

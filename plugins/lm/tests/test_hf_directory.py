@@ -16,6 +16,7 @@ from plugins.lm.tests.causal_models import Causal
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5ForConditionalGeneration
 
 import paceline
+from paceline.cli.export import export as export_command
 from paceline.core.errors import ConfigError, ExportError
 from paceline.export.export import ExportRequest
 from paceline_lm.directories import PROVENANCE
@@ -77,6 +78,8 @@ def test_peft_loads_the_adapters_onto_the_base_model(runs: dict[str, Path], tmp_
     assert changed.abs().max() > 0
     with pytest.raises(ExportError, match=r"--format peft is for runs with --lora; this one trained"):
         export_peft(ExportRequest(run=runs["gpt2"]))
+    with pytest.raises(ConfigError, match=r"Type --format hf --merge for the merged model"):
+        export_command(runs["llama"], format=("peft",), merge=True)
 
 
 def test_a_directory_is_replaced_only_if_an_export_wrote_it(runs: dict[str, Path], tmp_path: Path) -> None:

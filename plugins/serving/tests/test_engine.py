@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import sys
@@ -97,6 +98,9 @@ def test_openais_client_has_the_answers_of_generate_alone(run_processes: Process
             client_of(ready).chat.completions.create(**ASK)
         client = client_of(ready, TOKEN)
         assert [model.id for model in client.models.list()] == ["first"]
+        said = client.chat.completions.create(**ASK, max_tokens=2)
+        pieces = client.chat.completions.create(**ASK, max_tokens=2, stream=True)
+        assert {said.model, *(piece.model for piece in pieces)} == {"first"}
 
         with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-9'; this server has 'first'"):
             client.chat.completions.create(**{**ASK, "model": "gpt-9"})
@@ -125,7 +129,7 @@ def test_openais_client_has_the_answers_of_generate_alone(run_processes: Process
         foreign = httpx.options(f"{ready['url']}/v1/models", headers={**page, "Origin": "https://example.com"})
         assert foreign.status_code == 405
         metrics = httpx.get(f"{ready['url']}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}).text
-        assert 'paceline_requests_total{code="200"} 20.0' in metrics
+        assert 'paceline_requests_total{code="200"} 22.0' in metrics
         assert httpx.get(f"{ready['url']}/metrics").status_code == 401
         address = httpx.URL(ready["url"])
         with socket.create_connection((address.host, address.port or 80), timeout=30) as slow:
@@ -158,7 +162,7 @@ def test_an_engine_that_dies_or_changes_cuts_no_answer_without_an_error(
                 failed.append(error)
                 time.sleep(0.2)
 
-    with served(run_processes, first, "--drain-delay", "100ms") as (ready, process):
+    with served(run_processes, first, "--drain-delay", "100ms", "--hang-timeout", "4s") as (ready, process):
         client = client_of(ready)
         clients = [threading.Thread(target=ask, args=(client, bool(number % 2))) for number in range(4)]
         try:
@@ -170,6 +174,17 @@ def test_an_engine_that_dies_or_changes_cuts_no_answer_without_an_error(
             wait_until(lambda: failed, "an error of the client")
             seen = len(whole)
             wait_until(lambda: len(whole) > seen + 4, "answers of the next engine", timeout_s=120)
+            errors = len(failed)
+            assert set(whole) == {expected[0]}, "whole answers only"
+
+            (engine,) = engines_of(process)
+            engine.suspend()  # it lives, and answers nothing
+            health = f"{ready['url']}/health"
+            wait_until(lambda: httpx.get(health).status_code == 503, "that the server is not ready")
+            wait_until(lambda: len(failed) > errors, "an error of the client")
+            seen = len(whole)
+            wait_until(lambda: len(whole) > seen + 4, "answers of the next engine", timeout_s=120)
+            assert httpx.get(health).status_code == 200
             errors = len(failed)
             assert set(whole) == {expected[0]}, "whole answers only"
 
@@ -194,6 +209,51 @@ def test_an_engine_that_dies_or_changes_cuts_no_answer_without_an_error(
         wait_until(lambda: "in_flight 1.0" in httpx.get(f"{ready['url']}/metrics").text, "the last request")
     last.join(60)
     assert len(whole[-1]) > len(expected[1])
+
+
+HANGS = """#!{python}
+import http.server, json, sys, threading
+
+answered = threading.Semaphore(1)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        answered.acquire()  # the second request waits for good
+        self.do_GET()
+
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.system
+def test_an_engine_whose_health_is_well_but_that_computes_nothing_is_replaced(
+    run_processes: Processes, tmp_path: Path
+) -> None:
+    (tmp_path / "vllm").write_text(HANGS.replace("{python}", sys.executable))
+    (tmp_path / "vllm").chmod(0o755)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    popen = run_processes.start(
+        [
+            *(sys.executable, "-m", "paceline", "serve", str(tmp_path / "model"), "--engine", "vllm", "--port", "0"),
+            *("--json", "--hang-timeout", "1s", "--drain-delay", "100ms"),
+        ],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    assert popen.stdout is not None
+    ready = json.loads(popen.stdout.readline())
+    answer = httpx.post(f"{ready['url']}/v1/completions", json={"prompt": "a"}, timeout=60)
+    assert answer.status_code == 502
+    assert "ended before it answered" in answer.text
+    popen.send_signal(signal.SIGTERM)
+    done = run_processes.finish(popen, timeout_s=60)
+    assert "has stood still for" in done.stderr
+    assert done.returncode == 0
 
 
 def ask_once(client: openai.OpenAI) -> str:

@@ -29,6 +29,7 @@ def export(
     quantize: Literal["int8", "bf16"] | None = None,
     name: str | None = None,
     tag: str | None = None,
+    merge: Annotated[bool, Parameter(negative="")] = False,
     output: Path | None = None,
     tolerance: float | None = None,
     task: str = "",
@@ -57,6 +58,8 @@ def export(
         The package's name. Default: the task's.
     tag
         Point NAME@TAG at this package. Default: latest.
+    merge
+        Make adapters of --lora part of the weights, as every format but peft does without being asked.
     output
         The directory of hf or peft. Default: of that name, in RUN.
     tolerance
@@ -87,6 +90,8 @@ def export(
     if not DIRECTORY_FORMATS.keys().isdisjoint(format):
         if name is not None or tag is not None:
             raise ConfigError("--name and --tag are of packages in the registry. Name a directory with --output.")
+        if merge and "peft" in format:
+            raise ConfigError("--format peft is the adapters alone. Type --format hf --merge for the merged model.")
         if len(format) > 1:
             raise ConfigError(f"--format {' '.join(format)}: hf and peft are directories. Export each alone.")
         return _export_directory(import_object(DIRECTORY_FORMATS[format[0]]), request, output, json)
@@ -108,12 +113,12 @@ def _export_directory(
 
     with _progress(json) as (on_stage, _):
         exported = export_as(request, output, on_stage)
-    if json:
-        print(json_module.dumps(asdict(exported)))
-    else:
-        checked = f"{exported.difference.samples} samples of {exported.split}"
-        print(f"{exported.directory}: step {exported.step} of {exported.run}, as {exported.format}")
-        print(f"largest difference of an output: {exported.difference.largest:.3g}, on {checked}")
+    text = (
+        f"{exported.directory}: step {exported.step} of {exported.run}, as {exported.format}\n"
+        f"largest difference of an output: {exported.difference.largest:.3g}, on {exported.difference.samples} samples "
+        f"of {exported.split}"
+    )
+    print(json_module.dumps(asdict(exported)) if json else text)
     return 0
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import httpx
+import psutil
 
 from paceline.core.built_in import DIRECTORY_FORMATS
 from paceline.core.errors import ConfigError, ServingError
@@ -88,13 +89,18 @@ class EngineProcess:
         model: the directory that it serves.
         name: by which it knows the model.
         url: where it listens, on loopback.
+        answers_as: its name of the model in answers.
         in_flight: requests that have no whole answer yet.
+        heard_at: when it last answered a probe, by ``time.monotonic``.
+        moved_at: when it last sent a part of an answer, or computed one, or had none to compute.
     """
 
     def __init__(self, name: EngineName, model: Path, arguments: Sequence[str]) -> None:
         self.model = model.resolve()
         self.name = self.model.name
+        self.answers_as = f"{self.name}@main" if name == "transformers" else self.name
         self.in_flight = 0
+        self.heard_at = self.moved_at = 0.0
         self._kind = name
         self._arguments = arguments
         self._process: asyncio.subprocess.Process | None = None
@@ -118,22 +124,24 @@ class EngineProcess:
             stdout=sys.stderr.fileno(),
             start_new_session=True,
         )
-        deadline = time.monotonic() + timeout_s
         try:
-            while not await self._answers(client):
-                if self._process.returncode is not None:
-                    raise ServingError(
-                        f"--engine {self._kind} ended with exit code {self._process.returncode} before it was ready; "
-                        "its output above has the cause."
-                    )
-                if time.monotonic() > deadline:
-                    raise ServingError(
-                        f"--engine {self._kind} was not ready after {timeout_s:g} s. Allow more: --startup-timeout."
-                    )
-                await asyncio.sleep(_POLL_S)
+            async with asyncio.timeout(timeout_s):
+                while not await self._answers(client):
+                    if self._process.returncode is not None:
+                        raise ServingError(
+                            f"--engine {self._kind} ended with exit code {self._process.returncode} before it was "
+                            "ready; its output above has the cause."
+                        )
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            await self.stop()
+            raise ServingError(
+                f"--engine {self._kind} was not ready after {timeout_s:g} s. Allow more: --startup-timeout."
+            ) from None
         except BaseException:
             await self.stop()
             raise
+        self.heard_at = self.moved_at = time.monotonic()
 
     async def _answers(self, client: httpx.AsyncClient) -> bool:
         """Return whether it generates a token; the first one may take many seconds more than the next ones."""
@@ -147,6 +155,23 @@ class EngineProcess:
             raise ServingError(f"--engine {self._kind} cannot generate with {self.model}: {answer.text:.500}")
         return False
 
+    async def probe(self, client: httpx.AsyncClient, timeout_s: float) -> None:
+        """Ask whether it is well; an answer in time is noted in ``heard_at``."""
+        with suppress(httpx.TransportError):
+            if (await client.get(f"{self.url}/health", timeout=timeout_s)).status_code == 200:
+                self.heard_at = time.monotonic()
+
+    def cpu_s(self) -> float:
+        """Return the CPU time that it and what it has started have used."""
+        assert self._process is not None
+        used_s = 0.0
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self._process.pid)
+            for each in (process, *process.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    used_s += sum(each.cpu_times()[:2])
+        return used_s
+
     @property
     def is_alive(self) -> bool:
         """Whether its process runs."""
@@ -156,6 +181,12 @@ class EngineProcess:
         """Return its exit code when it has ended."""
         assert self._process is not None
         return await self._process.wait()
+
+    def kill(self) -> None:
+        """End it at once, also if it is stopped."""
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
         """End the process and all that it has started."""

@@ -1,7 +1,8 @@
 """The front of ``paceline serve --engine``: access, readiness, drain, hot swap and metrics of an engine's HTTP API.
 
-An engine's answer passes through unchanged. No answer is cut without an error: when an engine dies, a stream of
-events ends with an error event, and any other answer with a status of 502 or a broken connection.
+An engine's answer passes through; only the model has the gateway's name in it. No answer is cut without an error: when
+an engine dies, a stream of events ends with an error event, and any other answer with a status of 502 or a broken
+connection. An engine that stands still is killed.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ from paceline_serving.engines import EngineName, EngineProcess
 from paceline_serving.server import ListenAddress, bind, url_of
 
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "date", "server"})
-_PRIVATE = frozenset({"host", "authorization", "content-length", *_HOP_BY_HOP})
+_PRIVATE = frozenset({"host", "authorization", "content-length", "accept-encoding", *_HOP_BY_HOP})
 _RETRY = ((b"retry-after", b"1"),)
 _LONGEST_PAUSE_S = 30.0
 _TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 _TAIL_BYTES = 4096
+_BUSY = 0.05
+"""The share of one CPU that an engine uses at least while it computes an answer."""
 
 log = logging.getLogger("paceline_serving")
 
@@ -55,6 +58,7 @@ class GatewayOptions:
         max_requests: that may be in flight; further ones get 429.
         max_body_bytes: the largest request.
         startup_timeout_s: how long an engine may take until its first answer.
+        hang_timeout_s: how long it may answer no probe, or have requests without sending or computing anything.
         drain_delay_s: how long to report "not ready" after SIGTERM before refusing connections.
     """
 
@@ -65,6 +69,7 @@ class GatewayOptions:
     max_body_bytes: int
     receive_timeout_s: float
     startup_timeout_s: float
+    hang_timeout_s: float
     drain_delay_s: float
 
 
@@ -74,7 +79,7 @@ class _GatewayMetrics:
         self.requests = Counter("paceline_requests", "Requests, by status.", ("code",), registry=self.registry)
         self.tokens = Counter("paceline_tokens", "Generated tokens.", registry=self.registry)
         self.in_flight = Gauge("paceline_requests_in_flight", "Unanswered requests.", registry=self.registry)
-        self.restarts = Counter("paceline_engine_restarts", "Engines that died.", registry=self.registry)
+        self.restarts = Counter("paceline_engine_restarts", "Engines that died or hung.", registry=self.registry)
         self.swaps = Counter("paceline_swaps", "Models replaced.", registry=self.registry)
         self.first_byte = Histogram(
             "paceline_first_byte_seconds", "Time to the first byte of an answer.", registry=self.registry
@@ -141,6 +146,7 @@ class Gateway:
         await engine.start(self._client, self._options.startup_timeout_s)
         self._engines.add(engine)
         self._spawn(self._watch(engine))
+        self._spawn(self._kill_if_hung(engine))
         return engine
 
     def _spawn(self, work: Any) -> None:
@@ -169,6 +175,22 @@ class Gateway:
             self._engine = replacement
             log.info("the engine is ready again")
 
+    async def _kill_if_hung(self, engine: EngineProcess) -> None:
+        """Kill an engine that stands still: its requests fail, and :meth:`_watch` starts another one."""
+        limit_s, cpu_s = self._options.hang_timeout_s, engine.cpu_s()
+        before = time.monotonic()
+        while engine.is_alive:
+            await asyncio.sleep(limit_s / 8)
+            await engine.probe(self._client, limit_s / 8)
+            now, used_s = time.monotonic(), engine.cpu_s() - cpu_s
+            if not engine.in_flight or used_s > _BUSY * (now - before):
+                engine.moved_at = now
+            before, cpu_s = now, cpu_s + used_s
+            still_s = now - min(engine.heard_at, engine.moved_at)
+            if still_s > limit_s and engine.is_alive:
+                log.warning("--engine %s has stood still for %.0f s, and is killed", self._options.engine, still_s)
+                engine.kill()
+
     async def _retire(self, engine: EngineProcess) -> None:
         while engine.in_flight:
             await asyncio.sleep(0.1)
@@ -180,7 +202,10 @@ class Gateway:
         return JSONResponse({"live": True})
 
     async def _ready(self, request: Request) -> Response:
-        ready = self._engine is not None and self._engine.is_alive and not self.draining
+        engine, now = self._engine, time.monotonic()
+        ready = engine is not None and engine.is_alive and not self.draining
+        if engine is not None and now - min(engine.heard_at, engine.moved_at) > self._options.hang_timeout_s / 2:
+            ready = False
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def _show_metrics(self, request: Request) -> Response:
@@ -235,6 +260,7 @@ class Gateway:
         if engine.in_flight >= self._options.max_requests:
             raise RequestFailure(429, "too many requests are in flight.", _RETRY)
         engine.in_flight += 1
+        engine.moved_at = max(engine.moved_at, time.monotonic() if engine.in_flight == 1 else 0.0)
         self._metrics.in_flight.inc()
         start = time.perf_counter()
         try:
@@ -244,6 +270,8 @@ class Gateway:
             raise
         self._metrics.first_byte.observe(time.perf_counter() - start)
         headers = {name: value for name, value in answer.headers.items() if name not in _HOP_BY_HOP}
+        if _is_text(answer):
+            headers.pop("content-length", None)  # the model's name has another length
         headers |= self._cors_headers(request)
         return StreamingResponse(self._pass_on(engine, answer), answer.status_code, headers)
 
@@ -260,6 +288,7 @@ class Gateway:
             raise RequestFailure(408, "the request came too slowly.") from None
         content = self._addressed(bytes(body), engine) if request.method == "POST" else bytes(body)
         headers = {name: value for name, value in request.headers.items() if name not in _PRIVATE}
+        headers["accept-encoding"] = "identity"
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         forwarded = self._client.build_request(request.method, engine.url + path, content=content, headers=headers)
         sending = asyncio.create_task(self._client.send(forwarded, stream=True))
@@ -287,11 +316,27 @@ class Gateway:
         return json.dumps({**document, "model": engine.name}).encode()
 
     async def _pass_on(self, engine: EngineProcess, answer: httpx.Response) -> AsyncIterator[bytes]:
-        status, tail = answer.status_code, b""
+        status, tail, line = answer.status_code, b"", b""
+        its_name = json.dumps(engine.answers_as, ensure_ascii=False).encode()
+        name = json.dumps(self._name).encode()
+
+        def renamed(text: bytes) -> bytes:
+            # Within a string of an answer, the quotes have a backslash.
+            return re.sub(rb'("model":\s*)' + re.escape(its_name), lambda key: key[1] + name, text)
+
         try:
             async for piece in answer.aiter_raw():
+                engine.moved_at = time.monotonic()
                 tail = (tail + piece)[-_TAIL_BYTES:]
-                yield piece
+                if not _is_text(answer):
+                    yield piece
+                    continue
+                line += piece
+                if end := line.rfind(b"\n") + 1:
+                    yield renamed(line[:end])
+                    line = line[end:]
+            if line:
+                yield renamed(line)
         except httpx.TransportError:
             status = 502
             if not answer.headers.get("content-type", "").startswith("text/event-stream"):
@@ -316,6 +361,11 @@ class Gateway:
         headers = dict(request.headers.raw)
         self._access.check_token(headers)
         return headers
+
+
+def _is_text(answer: httpx.Response) -> bool:
+    """Return whether it is JSON, or events of JSON."""
+    return answer.headers.get("content-type", "").startswith(("application/json", "text/event-stream"))
 
 
 def _texts(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

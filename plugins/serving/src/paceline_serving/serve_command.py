@@ -127,7 +127,7 @@ def serve(
     startup_timeout
         How long a replica may take to load its model.
     hang_timeout
-        How long a replica may compute one batch before it is replaced.
+        How long a replica may compute one batch, or an engine stand still, before it is replaced.
     drain_delay
         After SIGTERM, how long to report "not ready" before refusing connections.
     program
@@ -275,9 +275,11 @@ def _serve_engine(
         max_body_bytes=options.max_body_bytes,
         receive_timeout_s=options.receive_timeout_s,
         startup_timeout_s=options.startup_timeout_s,
+        hang_timeout_s=options.hang_timeout_s,
         drain_delay_s=options.drain_delay_s,
     )
-    name = model.resolve().name
+    place = model.resolve()
+    name = (place.parent if (place.parent / "run.toml").is_file() else place).name  # of the run, also for its hf/
     with ExitStack() as stack:
 
         def on_ready(url: str) -> None:
