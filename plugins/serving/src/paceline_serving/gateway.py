@@ -365,7 +365,8 @@ class Gateway:
 
 def _is_text(answer: httpx.Response) -> bool:
     """Return whether it is JSON, or events of JSON."""
-    return answer.headers.get("content-type", "").startswith(("application/json", "text/event-stream"))
+    kind: str = answer.headers.get("content-type", "")
+    return kind.startswith(("application/json", "text/event-stream"))
 
 
 def _texts(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
