@@ -263,6 +263,10 @@ class Parts(Points):
                 model.conv = nn.Conv2d(3, 2, 1)
             case "types":
                 model.head.double()
+            case "alias":
+                model.scale = nn.Parameter(model.head.bias.detach()[:1])
+            case "scripted":
+                model.head = torch.jit.script(model.head)
         return model.to(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:

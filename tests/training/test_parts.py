@@ -427,6 +427,30 @@ def test_a_hook_that_would_see_single_micro_batches_is_refused() -> None:
         build_task_model(Halving())
 
 
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (lambda: nn.SyncBatchNorm(3), "Leave out convert_sync_batchnorm"),
+        (lambda: Sharing(torch.ones(1).expand(3)), r"'1\.shared' has elements that share memory"),
+        (lambda: Sharing(torch.arange(5.0).unfold(0, 3, 1)), r"'1\.shared' has elements that share memory"),
+    ],
+)
+def test_a_layer_that_trains_on_one_process_alone_is_refused(layer: Any, message: str) -> None:
+    @dataclass
+    class Layered(Line):
+        def build_model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(1, 1), layer())
+
+    with pytest.raises(TaskError, match=message):
+        build_task_model(Layered())
+
+
+class Sharing(nn.Module):
+    def __init__(self, shared: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("shared", shared)
+
+
 class Noting(nn.Linear):
     """Has a state that is not a tensor."""
 
@@ -543,11 +567,20 @@ def test_a_state_of_another_shape_is_refused() -> None:
         state_of(Line()).load_state_dict(state)
 
 
+class Closing(SGD):
+    def step(self, closure: Any) -> Any:
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("optimizers", "message"),
     [
         ({}, "no optimizer with a trainable parameter"),
         ({"main": "adam"}, "returned a str for 'main'"),
+        (
+            lambda model: Closing(model.parameters(), lr=0.1),
+            "Closing computes the loss itself, within",
+        ),
     ],
 )
 def test_what_is_no_optimizer_is_refused(optimizers: Any, message: str) -> None:

@@ -40,6 +40,7 @@ def worlds(start_trainings: Any) -> dict[int, Any]:
                     "fields": {"optimizer": "Noted"},
                     "options": {"strategy": "zero1"},
                 },
+                "alias": {"task": "Parts", "fields": {"use": "alias"}, "options": {"strategy": "zero1"}},
             },
             ranks=2,
         ),
@@ -84,6 +85,10 @@ def test_a_state_that_cannot_be_gathered_is_refused(worlds: dict[int, Any]) -> N
     refused = worlds[2]["unsharded"]
     assert refused["error"] == "ConfigError"
     assert "keeps a dict as 'notes' of a parameter. Use --strategy ddp." in refused["message"]
+
+
+def test_parameters_that_share_memory_are_refused(worlds: dict[int, Any]) -> None:
+    assert "but 'scale' and 'head.bias' share memory. Use one parameter" in worlds[2]["alias"]["message"]
 
 
 @pytest.mark.slow

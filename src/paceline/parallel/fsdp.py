@@ -20,7 +20,7 @@ from paceline.data.samples import MicroBatch
 from paceline.parallel.options import FsdpOptions
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reduction_tree import ReductionPlan
-from paceline.parallel.sharded_state import clip_gradients, gather_full, require_no_hook
+from paceline.parallel.sharded_state import clip_gradients, gather_full, require_no_hook, require_own_memory
 from paceline.parallel.strategy import AMP_DTYPES, ExternalReduceStrategy, MicrobatchWork, StrategyOptions
 from paceline.parallel.world import ParallelDims, World
 from paceline.parallel.wrap_units import exclude_tied, model_blocks, wrap_units
@@ -323,6 +323,12 @@ def _require_shardable(module: nn.Module) -> None:
                 "Leave out the memory format channels_last, or use --strategy zero1."
             )
         require_no_hook("fsdp", name, parameter)
+    require_own_memory("fsdp", module)
+    if any(isinstance(layer, torch.jit.ScriptModule) for layer in module.modules()):
+        raise ConfigError(
+            "--strategy fsdp gathers parameters by hooks, which a module of torch.jit does not run. Build the model "
+            "without torch.jit, or use --strategy zero1."
+        )
 
 
 def _require_compilable(module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -105,6 +106,33 @@ def require_no_hook(strategy: str, name: str, parameter: nn.Parameter) -> None:
             "(register_hook) would never run. Change the gradient in the forward, by a torch.autograd.Function, or use "
             "--strategy zero1."
         )
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's memory as one dimension, with what lies between its elements.
+
+    Collectives take every tensor for a contiguous one.
+    """
+    if not tensor.numel():
+        return tensor.detach()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.detach().as_strided((last + 1,), (1,))
+
+
+def require_own_memory(strategy: str, module: nn.Module) -> None:
+    """Reject parameters and buffers that share elements: what updates one of them would not update the other.
+
+    Raises:
+        ConfigError: names two of them.
+    """
+    tensors = [(name, memory_of(t)) for name, t in (*module.named_parameters(), *module.named_buffers()) if t.numel()]
+    ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors if not t.is_meta)
+    for (_, end, first), (begin, _, second) in itertools.pairwise(ranges):
+        if begin < end:
+            raise ConfigError(
+                f"--strategy {strategy} divides the parameters, but {first!r} and {second!r} share memory. Use one "
+                "parameter in both places, give each its own memory (clone()), or use --strategy ddp."
+            )
 
 
 def shards_of(state: Any) -> Any:

@@ -23,7 +23,13 @@ from paceline.core.task import Task
 from paceline.data.order import derive_key
 from paceline.data.samples import MicroBatch
 from paceline.parallel.peer_errors import translate_peer_errors
-from paceline.parallel.sharded_state import clip_gradients, explain_dtensor_mixing, gather_full, require_no_hook
+from paceline.parallel.sharded_state import (
+    clip_gradients,
+    explain_dtensor_mixing,
+    gather_full,
+    require_no_hook,
+    require_own_memory,
+)
 from paceline.parallel.strategy import MicrobatchWork, ReducerStrategy
 from paceline.parallel.tp_autoplan import (
     describe_tp_plan,
@@ -142,6 +148,7 @@ class TensorParallel:
         module.to(device)
         for name, parameter in module.named_parameters():
             require_no_hook("tp", name, parameter)
+        require_own_memory("tp", module)
         # The task may build the model with randomness that Paceline does not seed.
         self._world.broadcast_module(module)
         self.split(module)

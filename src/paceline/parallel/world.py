@@ -27,7 +27,7 @@ from paceline.parallel.device import BackendName, DeviceName, choose_device, dev
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.progress import ProgressTracker
 from paceline.parallel.rendezvous import rendezvous
-from paceline.parallel.sharded_state import is_distributed
+from paceline.parallel.sharded_state import is_distributed, memory_of
 from paceline.torch_internals import (
     Store,
     abort_groups,
@@ -162,7 +162,7 @@ class World:
         """
         if self.group is not None:
             with self._exchange("broadcast"):
-                dist.broadcast(tensor, group_src=source, group=self.group)
+                dist.broadcast(memory_of(tensor), group_src=source, group=self.group)
 
     def broadcast_module(self, module: nn.Module, source: int = 0) -> None:
         """Broadcast the parameters and buffers of rank ``source``, without distributed ones and those without values.
@@ -175,7 +175,7 @@ class World:
                 for tensor in (*module.parameters(), *module.buffers()):
                     if is_distributed(tensor) or tensor.is_meta:
                         continue  # it was distributed from equal values on all ranks, or is later
-                    dist.broadcast(tensor, group_src=source, group=self.group)
+                    dist.broadcast(memory_of(tensor), group_src=source, group=self.group)
 
     def barrier(self) -> None:
         """Wait for every rank.

@@ -18,6 +18,7 @@ from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.point_to_point import describe_tensor, empty_tensor, receive_tensor, send_tensor
+from paceline.parallel.sharded_state import require_own_memory
 from paceline.parallel.strategy import ParameterLayout, ReducerStrategy, Replicated
 from paceline.parallel.world import ParallelDims, World
 from paceline.torch_internals import broadcast_coalesced
@@ -44,6 +45,7 @@ class ShardedOptimizers(Replicated):
     def place(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         module = build()
         module.to(device)
+        require_own_memory("zero1", module)
         # The task may build the model with randomness that Paceline does not seed.
         self._world.broadcast_module(module)
         return module

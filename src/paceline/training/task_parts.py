@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.core.errors import TaskError, join_names
 from paceline.core.task import Callback, RunSchedule, Task
+from paceline.parallel.sharded_state import memory_of
 
 
 @contextmanager
@@ -68,11 +70,21 @@ def build_task_model(task: Task, manifest: Mapping[str, Any] = MappingProxyType(
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):
             raise TaskError(f"{name!r} has no shape yet. Call the model with one batch in build_model.")
+        if memory_of(tensor).numel() < tensor.numel():
+            raise TaskError(
+                f"{name!r} has elements that share memory, as expand() and unfold() make them, so it can be neither "
+                "loaded nor changed. Register a copy, by contiguous()."
+            )
     for layer in module.modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             # Autograd adds a sparse gradient entry by entry to the sum so far, so the sum of a row that occurs twice in
             # a micro-batch would depend on the micro-batches before it, and so on the number of ranks.
             layer.sparse = False
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise TaskError(
+                "nn.SyncBatchNorm takes the statistics of what the ranks compute at the moment, which depends on their "
+                "number. Leave out convert_sync_batchnorm: Paceline averages the statistics over the micro-batches."
+            )
     return module
 
 
@@ -105,9 +117,10 @@ def build_task_optimizers(task: Task, module: nn.Module) -> dict[str, Optimizer]
                 f"{type(task).__name__}.build_optimizer returned a {type(optimizer).__name__} for {name!r}; "
                 "it must return a torch.optim.Optimizer, or a dict of them."
             )
-        if isinstance(optimizer, LBFGS) and type(task).train_step is Task.train_step:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if (closure and closure.default is closure.empty) and type(task).train_step is Task.train_step:
             raise TaskError(
-                "LBFGS computes the loss several times within a step. Define train_step, with "
+                f"{type(optimizer).__name__} computes the loss itself, within its step. Define train_step, with "
                 "step.update(closure=lambda: step.backward(self.loss)), or use another optimizer."
             )
     if not named or not any(_trainable(optimizer) for optimizer in named.values()):

@@ -81,6 +81,14 @@ before = dict(os.environ)
 with open_world(environment, device="cpu", generation=5 if environment.rank == 0 else 1) as world:
     gathered = world.all_gather_object({"rank": world.rank, "text": "é" * world.rank})
     sent = world.broadcast_object({"from": world.rank}, source=2)
+    import torch
+    layer, around = torch.nn.Linear(2, 3), torch.full((5, 6), float(world.rank))
+    layer.weight = torch.nn.Parameter(around[1:4, 1:4:2])  # elements with others between them
+    layer.bias = torch.nn.Parameter(around[:, :3].flatten()[:3])
+    layer.register_buffer("turned", torch.full((3, 2), float(world.rank)).t())
+    world.broadcast_module(layer, source=2)
+    layers = [*map(torch.unique, layer.state_dict().values()), around[0], around[4]]
+    sent["layers"] = [values.tolist() for values in layers]
     import psutil
     listening = [c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
     world.barrier()
@@ -88,14 +96,16 @@ with open_world(environment, device="cpu", generation=5 if environment.rank == 0
 with open_world(environment, device="cpu") as world:
     again = world.all_gather_object(world.rank)
 restored = before == dict(os.environ)
-say(gathered=gathered, sent=sent, listening=listening, facts=facts, again=again, restored=restored)
+rank = environment.rank
+say(rank=rank, gathered=gathered, sent=sent, listening=listening, facts=facts, again=again, restored=restored)
 """
     for process in ranks(script, range(3), 3):
         done = run_processes.finish(process)
         assert done.returncode == 0, done.stderr
         said = json.loads(done.stdout)
         assert said["gathered"] == [{"rank": r, "text": "é" * r} for r in range(3)]
-        assert said["sent"] == {"from": 2}
+        outside = [float(said["rank"])] * 6
+        assert said["sent"] == {"from": 2, "layers": [[2.0], [2.0], [2.0], outside, outside]}
         assert said["facts"] == [5, True, "gloo", True]
         assert said["again"] == [0, 1, 2]
         assert said["restored"]
