@@ -120,7 +120,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def require_own_memory(strategy: str, module: nn.Module) -> None:
-    """Reject parameters and buffers that share elements: what updates one of them would not update the other.
+    """Reject parameters and buffers that share elements: an update of one of them would not reach the other.
 
     Raises:
         ConfigError: names two of them.
