@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
     from torch.distributed.pipelining._backward import construct_reverse_graph as construct_reverse_graph
     from torch.distributed.pipelining._backward import stage_backward_input as stage_backward_input
@@ -51,7 +52,8 @@ OLDEST, NEWEST_TESTED = (2, 11), (2, 14)
 """The releases of torch that the tests have passed with: from the oldest that Paceline takes, to the newest."""
 
 _ON_USE = {
-    # fsdp: the class of a reduce-scatter that replaces torch's.
+    # fsdp: the classes of an all-gather and a reduce-scatter that replace torch's.
+    "AllGather": ("torch.distributed.fsdp._fully_shard._fsdp_api", "AllGather"),
     "ReduceScatter": ("torch.distributed.fsdp._fully_shard._fsdp_api", "ReduceScatter"),
     # sharded checkpoints: where a shard is in the whole tensor.
     "local_shape_and_offset": ("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"),

@@ -288,6 +288,8 @@ class JobLeader:
     def _on_microbatches(self, most: int | None) -> None:
         if most is not None:
             self._knows_microbatches = True
+            if self._spec.recovery.recover == "restart":  # as many as began: several may hold one model together
+                most = max(most, self.planner.max_workers)
             self._do(self.planner.allow(most))
 
     def form_group(self) -> None:

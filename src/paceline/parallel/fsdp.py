@@ -25,6 +25,7 @@ from paceline.parallel.strategy import AMP_DTYPES, ExternalReduceStrategy, Micro
 from paceline.parallel.world import ParallelDims, World
 from paceline.parallel.wrap_units import exclude_tied, model_blocks, wrap_units
 from paceline.torch_internals import (
+    AllGather,
     ConvNd,
     ReduceScatter,
     all_gather_single,
@@ -39,15 +40,32 @@ from paceline.torch_internals import (
 # --- A reduce-scatter that sums along the tree of micro-batches, micro-step by micro-step ---
 
 
-class _PlainMemoryReduceScatter(ReduceScatter):
-    """A reduce-scatter with ordinary memory."""
+class _PlainMemory:
+    """The ordinary memory of a collective."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate its input or output."""
         return torch.empty(size, dtype=dtype, device=device)
 
 
-class TreeReduceScatter(_PlainMemoryReduceScatter):
+class BroadcastAllGather(_PlainMemory, AllGather):
+    """Gathers by a broadcast of each rank's part: gloo's all-gather allocates the whole again, and takes longer."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        parts = output_tensor.chunk(group.size())  # this rank's is the input
+        works = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(parts)]
+        for work in works:
+            work.wait()
+        return None
+
+
+class TreeReduceScatter(_PlainMemory, ReduceScatter):
     """Sums the ranks' contributions in the micro-steps of a step, in the order of the tree over all micro-batches.
 
     In each micro-step every rank contributes the gradient of one micro-batch. The owner of a chunk receives the
@@ -107,6 +125,9 @@ class TreeReduceScatter(_PlainMemoryReduceScatter):
         with translate_peer_errors():
             dist.all_to_all_single(received, sent, group=self._data.group)
         self._data.progress_tracker.end_collective()
+        del sent
+        if input_tensor.is_cpu:  # torch would keep it until the next unit's, for a GPU's streams
+            input_tensor.untyped_storage().resize_(0)
         contributions = received.chunk(self._data.world_size)
         while len(self._micro_steps) > self.micro_steps_left + 1:
             missed = self._micro_steps.pop()
@@ -161,7 +182,7 @@ class TreeReduceScatter(_PlainMemoryReduceScatter):
         return total
 
 
-class ReduceScatterOverReplicas(_PlainMemoryReduceScatter):
+class ReduceScatterOverReplicas(_PlainMemory, ReduceScatter):
     """torch's reduce-scatter, followed by the sum over the ranks with the same chunk.
 
     Args:
@@ -380,6 +401,9 @@ class FSDP(ExternalReduceStrategy):
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+            if mesh.world.device.type == "cpu":
+                unit.set_custom_all_gather(BroadcastAllGather())
+                unit.set_modules_to_backward_prefetch([unit])  # none: nothing computes while a unit is gathered
             # Unused parameters contribute zeros, so that all ranks scatter the same in every micro-step.
             watch_gradients(unit, self._mark_used_in_unit)
             if not any(parameter.requires_grad for parameter in _own_parameters(unit)):

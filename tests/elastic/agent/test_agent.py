@@ -291,6 +291,14 @@ def test_a_restart_is_counted_though_a_peer_notices_the_fault_first(job: Job, al
     assert done.stderr.startswith("paceline: rank 1 failed first: ValueError: a bug")
 
 
+def test_a_restart_keeps_more_workers_than_micro_batches(job: Job) -> None:
+    # Several hold one model together.
+    (job.path / "run.toml").write_text("format = 1\n[config]\nmicrobatches = 2\n")
+    done = job.run(3, {"1:1": [20, "kill"]}, recover="restart")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert job.groups() == {0: [0, 1, 2], 1: [0, 1, 2]}
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75)])
 def test_a_signal_is_passed_on_once_and_nobody_is_started_after_it(job: Job, number: int, code: int) -> None:
     popen = job.start(2, {}, steps=10**6)
