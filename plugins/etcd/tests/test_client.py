@@ -65,8 +65,6 @@ def start(run_processes: Processes, tmp_path: Path, wait_until: Callable[..., No
                 client.check()
             except EtcdUnavailableError:
                 return False
-            finally:
-                client.close()
             return True
 
         wait_until(answers, "etcd", timeout_s=30)
@@ -107,7 +105,6 @@ def test_a_member_that_does_not_answer_is_passed_over(start: Start, run_processe
     closed = ("127.0.0.1", run_processes.free_port())
     client = EtcdClient(EtcdEndpoints(False, (closed, address)), credentials(), 2)
     client.check()
-    client.close()
     nobody = EtcdClient(EtcdEndpoints(False, (closed,)), credentials(), 2)
     with pytest.raises(EtcdUnavailableError, match=rf"etcd at 127.0.0.1:{closed[1]} does not answer \(.*refused"):
         nobody.check()
@@ -124,13 +121,11 @@ def test_tls_and_a_user(start: Start, certificates: Path) -> None:
         if role:
             root.call("/v3/auth/user/grant", {"user": user, "role": role})
     root.call("/v3/auth/enable", {})
-    root.close()
 
     allowed = EtcdClient(endpoints, credentials(certificates, "ann:s3cret"), 5)
     allowed.check()
     allowed._auth_token = "expired"
     allowed.check()  # with a new token
-    allowed.close()
     for who in (
         credentials(certificates, "ann", "wrong"),
         credentials(certificates, "eve", "s3cret"),
@@ -139,13 +134,11 @@ def test_tls_and_a_user(start: Start, certificates: Path) -> None:
         client = EtcdClient(endpoints, who, 5)
         with pytest.raises(ConfigError, match="rejects this user") as caught:
             client.check()
-        client.close()
         assert "s3cret" not in f"{caught.value} {who}"
         assert "wrong" not in f"{caught.value} {who}"
     stranger = EtcdClient(endpoints, EtcdCredentials(), 5)
     with pytest.raises(EtcdUnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
         stranger.check()
-    stranger.close()
 
 
 class Session:

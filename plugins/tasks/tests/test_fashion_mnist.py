@@ -21,7 +21,6 @@ from paceline_tasks.fashion_mnist import (
     MIRRORS,
     IdxFile,
     cache_directory,
-    ensure_fashion_mnist,
     load_fashion_mnist,
     read_idx,
 )
@@ -101,7 +100,6 @@ def test_a_download_is_checked_kept_and_not_repeated(cache: Path, mirror: Mirror
     assert (labels.dtype, labels.tolist()) == (torch.int64, [9, 0, 5])
     assert {path.name for path in cache.iterdir()} == {*SMALL, ".lock"}
     assert load_fashion_mnist("test", installed=NOWHERE, mirrors=[])[1].tolist() == [7]
-    assert ensure_fashion_mnist(installed=NOWHERE, mirrors=[]) == cache
     assert sorted(mirror.requests) == sorted(f"/data/{name}" for name in SMALL)
 
 
@@ -118,10 +116,7 @@ def test_of_several_processes_one_downloads(cache: Path, mirror: Mirror) -> None
     ("behaviour", "message"),
     [
         (lambda h, body: answer(h, body[:-4]), "train-images-idx3-ubyte.gz.* is damaged"),
-        (
-            lambda h, body: answer(h, body[: len(body) // 2], len(body)),
-            r"was interrupted after \d+ of \d+ bytes",
-        ),
+        (lambda h, body: answer(h, body[: len(body) // 2], len(body)), "train-images-idx3-ubyte.gz.* is damaged"),
         (
             lambda h, body: answer(h, gzip.compress(idx((3, 2, 2), bytes(12)))),
             "is not the published file: SHA-256",
@@ -154,7 +149,7 @@ def test_a_second_mirror_is_asked(cache: Path, mirror: Mirror) -> None:
 
 
 def test_a_damaged_cache_is_repaired(cache: Path, mirror: Mirror, caplog: pytest.LogCaptureFixture) -> None:
-    ensure_fashion_mnist(installed=NOWHERE, mirrors=[mirror.url])
+    load_fashion_mnist("train", installed=NOWHERE, mirrors=[mirror.url])
     damaged = cache / "train-labels-idx1-ubyte.gz"
     damaged.write_bytes(damaged.read_bytes()[:-9])
     mirror.requests.clear()
@@ -168,7 +163,6 @@ def test_an_installed_package_is_used_where_the_cache_is_empty(cache: Path, tmp_
     installed.mkdir()
     for name, payload in PAYLOADS.items():
         (installed / name).write_bytes(payload)
-    assert ensure_fashion_mnist(installed=installed, mirrors=[]) == installed
     assert load_fashion_mnist("train", installed=installed, mirrors=[])[1].tolist() == [9, 0, 5]
     assert not cache.exists()
 

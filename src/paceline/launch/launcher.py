@@ -125,6 +125,17 @@ class JobHandle(ABC):
         raise ConfigError("this job's system cannot change its machines. Paceline's agents can: paceline scale RUN.")
 
 
+class RecordedJob(JobHandle):
+    """A job that is known by the reference that was recorded of it."""
+
+    def __init__(self, reference: Mapping[str, Any]) -> None:
+        self._reference = dict(reference)
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        return self._reference
+
+
 class Launcher(ABC):
     """Starts a job's command on its nodes.
 
@@ -269,42 +280,30 @@ def option(help: str, default: Any = None) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-# --- Options that a launcher could only ignore: rejected, with an alternative ---
+# --- Options that a launcher could only ignore ---
 
 
-def refuse_what_is_for_clusters(spec: LaunchSpec, name: str) -> None:
-    """Reject requests for resources that no system allocates.
+def refuse_unsupported(spec: LaunchSpec, name: str, *, resources: bool = False, walltime: bool = False) -> None:
+    """Reject restarts that nothing would make, and other requests that a launcher could only ignore.
+
+    Args:
+        resources: no system allocates the requested GPUs or CPUs.
+        walltime: no process would enforce a script's time limit; a task enforces its own.
 
     Raises:
-        ConfigError: the spec requests GPUs or CPUs.
+        ConfigError: with an alternative.
     """
-    for option_name in ("gpus_per_node", "cpus_per_task"):
+    for option_name in ("gpus_per_node", "cpus_per_task") if resources else ():
         if getattr(spec, option_name) is not None:
             raise ConfigError(
                 f"{flag(option_name)} asks a cluster, but --on {name} starts processes on machines that you "
                 "have. Leave it out."
             )
-
-
-def refuse_walltime(spec: LaunchSpec, name: str) -> None:
-    """Reject a time limit that no process would enforce; a task enforces its own.
-
-    Raises:
-        ConfigError: a script has one.
-    """
-    if spec.walltime_s is not None and not spec.is_task:
+    if walltime and spec.walltime_s is not None and not spec.is_task:
         raise ConfigError(
             f"--walltime does not work with --on {name}, which ends no job by itself. Leave it out; "
             f"to end it, begin with: timeout {spec.walltime_s:g} paceline"
         )
-
-
-def refuse_restarts(spec: LaunchSpec, name: str) -> None:
-    """Refuse restarts where nothing starts a script's ranks again.
-
-    Raises:
-        ConfigError: they are asked for.
-    """
     if spec.recovery.max_restarts and spec.rank_launcher != "torchrun" and not spec.is_task:
         by = f"--on {name}" if name == spec.rank_launcher else f"--on {name} --rank-launcher {spec.rank_launcher}"
         raise ConfigError(

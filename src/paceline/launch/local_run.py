@@ -35,9 +35,7 @@ from paceline.launch.launcher import (
     RenderedJob,
     find_preflight,
     get_launcher,
-    refuse_restarts,
-    refuse_walltime,
-    refuse_what_is_for_clusters,
+    refuse_unsupported,
 )
 from paceline.launch.options import JobOptions, RendezvousOptions
 from paceline.launch.rank_variables import find_framework, names_port
@@ -85,9 +83,7 @@ class LocalLauncher(Launcher):
 
     def render(self, spec: LaunchSpec, options: RendezvousOptions | None = None) -> RenderedJob:
         """Render this node's processes."""
-        refuse_what_is_for_clusters(spec, self.name)
-        refuse_walltime(spec, self.name)
-        refuse_restarts(spec, self.name)
+        refuse_unsupported(spec, self.name, resources=True, walltime=True)
         spec = self._with_placement(spec, options)
         return RenderedJob(spec=spec, options=options, commands=self._commands(spec, options))
 

@@ -23,8 +23,7 @@ from paceline.launch.launcher import (
     LaunchSpec,
     RenderedJob,
     option,
-    refuse_restarts,
-    refuse_what_is_for_clusters,
+    refuse_unsupported,
 )
 from paceline.launch.rank import rank_command
 from paceline.launch.rank_variables import has_placeholders, interface_variables
@@ -145,8 +144,7 @@ class MpiLauncher(ForegroundLauncher):
     def render(self, spec: LaunchSpec, options: MpiOptions | None = None) -> RenderedMpi:
         """Render the mpirun command."""
         options = options or MpiOptions()
-        refuse_what_is_for_clusters(spec, self.name)
-        refuse_restarts(spec, self.name)
+        refuse_unsupported(spec, self.name, resources=True)
         hosts = read_hosts(options.hosts) if options.hosts is not None else ()
         spec = place_on_hosts(spec, hosts)
         mpi, program = find_mpirun(options.mpi)

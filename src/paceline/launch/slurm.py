@@ -28,7 +28,7 @@ from paceline.launch.launcher import (
     RankLauncher,
     RenderedJob,
     State,
-    refuse_restarts,
+    refuse_unsupported,
 )
 from paceline.launch.options import SlurmOptions
 from paceline.launch.slurm_script import (
@@ -41,7 +41,7 @@ from paceline.launch.slurm_script import (
     log_pattern,
     needs_login_shell,
 )
-from paceline.launch.status_poller import StatusPoller
+from paceline.launch.status_poller import PolledJob
 from paceline.launch.submit import ClusterLauncher
 from paceline.launch.supervisor import EXIT_CODE, BackgroundJob, ForegroundJob, RankStarter, SupervisedJob
 
@@ -175,17 +175,12 @@ _STATES: dict[str, State] = {
 }
 
 
-class SlurmJob(JobHandle):
+class SlurmJob(PolledJob):
     """A job, or an array of them, that sbatch has taken."""
 
     def __init__(self, reference: Mapping[str, Any]) -> None:
-        self._reference = dict(reference)
+        super().__init__(reference)
         self._id: str = reference["id"]
-
-    @property
-    def reference(self) -> dict[str, Any]:
-        """Its number, and where its logs are."""
-        return self._reference
 
     def status(self) -> JobStatus:
         """Return the controller's status; for jobs that it has forgotten, that of accounting or the job's own files."""
@@ -201,8 +196,7 @@ class SlurmJob(JobHandle):
         return _together([known.get(number, lost) for number in numbers])
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """Return its log files, which Slurm writes."""
-        yield from follow_files(self._log_files, ended=self._watch().ended if follow else None)
+        yield from follow_files(self._log_files, ended=self.poller().ended if follow else None)
 
     def cancel(self) -> None:
         """Have Slurm end it: SIGTERM, upon which a Paceline task saves, then SIGKILL."""
@@ -210,13 +204,9 @@ class SlurmJob(JobHandle):
         if done.returncode != 0:
             raise LaunchError(f"scancel did not end job {self._id}: {done.stderr.strip()}")
 
-    def wait(self) -> int:
-        """Ask at longer and longer intervals until it has ended."""
-        code = self._watch().wait().exit_code
-        return 1 if code is None else code
-
-    def _watch(self) -> StatusPoller:
-        return StatusPoller(self.status, logs=", ".join(self._reference["logs"]))
+    @property
+    def log_location(self) -> str:
+        return ", ".join(self._reference["logs"])
 
     def _of_controller(self) -> dict[int | None, JobStatus]:
         """Return the controller's status by number in the array; it forgets an ended job after some minutes."""
@@ -436,7 +426,7 @@ class Slurm(ClusterLauncher):
 
 def _check(spec: LaunchSpec, options: SlurmOptions, *, is_allocated: bool) -> None:
     """Refuse before the queue what would fail after it."""
-    refuse_restarts(spec, "slurm")
+    refuse_unsupported(spec, "slurm")
     if spec.starts_each_rank and len(spec.nproc) > 1 and not (is_allocated and spec.rank_launcher == "srun"):
         raise ConfigError(
             f"--nproc {','.join(map(str, spec.nproc))}: under --rank-launcher {spec.rank_launcher} every node starts "

@@ -34,9 +34,7 @@ from paceline.launch.launcher import (
     LaunchSpec,
     RenderedJob,
     option,
-    refuse_restarts,
-    refuse_walltime,
-    refuse_what_is_for_clusters,
+    refuse_unsupported,
 )
 from paceline.launch.node import node_command
 from paceline.launch.ssh_remote import READY
@@ -537,9 +535,7 @@ class Ssh(ForegroundLauncher):
     def render(self, spec: LaunchSpec, options: SshOptions | None = None) -> RenderedSsh:
         """Render one ssh for each machine, and the script that it sends there."""
         options = options or SshOptions()
-        refuse_what_is_for_clusters(spec, self.name)
-        refuse_walltime(spec, self.name)
-        refuse_restarts(spec, self.name)
+        refuse_unsupported(spec, self.name, resources=True, walltime=True)
         hosts = options.machines[: spec.nodes[1]]
         if len(hosts) < spec.nodes[0]:
             raise ConfigError(f"--nodes {spec.nodes[0]} needs as many hosts, but --hosts names {len(hosts)}.")

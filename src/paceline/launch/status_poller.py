@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from paceline.core.errors import LaunchError
-from paceline.launch.launcher import JobStatus
+from paceline.launch.launcher import JobStatus, RecordedJob
 
 _MAX_SILENCE_S = 600.0
 """How long a cluster may be unavailable while a command waits for a job."""
@@ -84,3 +84,30 @@ class StatusPoller:
         if status is not None and status.state == "unknown":
             raise LaunchError(f"{status.detail}. Its logs: {self._logs}" if self._logs else status.detail)
         return status if status is not None and status.ended else None
+
+
+class PolledJob(RecordedJob):
+    """A job that a system keeps, which is asked about it again and again.
+
+    Attributes:
+        intervals_s: the first and the longest polling interval.
+        title: in the message about a failure; "" if the job's own output says it.
+    """
+
+    intervals_s = (0.5, 10.0)
+    title = ""
+
+    @property
+    def log_location(self) -> str:
+        """For a message if the system no longer knows the job."""
+        return ""
+
+    def poller(self) -> StatusPoller:
+        """Return a new poller of this job."""
+        return StatusPoller(self.status, self.intervals_s, logs=self.log_location)
+
+    def wait(self) -> int:
+        status = self.poller().wait()
+        if self.title and status.state != "succeeded":
+            print(f"paceline: {self.title} {status.state}: {status.detail}.", file=sys.stderr)
+        return 1 if status.exit_code is None else status.exit_code

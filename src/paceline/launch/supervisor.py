@@ -30,7 +30,7 @@ from paceline.core.owned_names import remove_leftovers
 from paceline.core.parent_death import set_child_subreaper
 from paceline.core.signals import STOP_SIGNALS, StopRequests, forwarded_signal, handle_signals
 from paceline.launch.job_logs import follow_files
-from paceline.launch.launcher import JobHandle, JobStatus
+from paceline.launch.launcher import JobHandle, JobStatus, RecordedJob
 from paceline.launch.rank_output import RankOutputs, shared_outputs
 from paceline.launch.torchrun_agent import RANK_OUTPUTS
 from paceline.runs.directory import RunDirectory
@@ -443,17 +443,12 @@ class ForegroundJob(JobHandle):
         return self._code
 
 
-class BackgroundJob(JobHandle):
+class BackgroundJob(RecordedJob):
     """A job that another process supervises."""
 
     def __init__(self, reference: Mapping[str, Any]) -> None:
-        self._reference = dict(reference)
+        super().__init__(reference)
         self._directory = Path(reference["directory"])
-
-    @property
-    def reference(self) -> dict[str, Any]:
-        """As it was recorded."""
-        return self._reference
 
     def status(self) -> JobStatus:
         """Running while its process does; then what it has left."""
@@ -464,7 +459,6 @@ class BackgroundJob(JobHandle):
         return status
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """Return the output of a detached job."""
         ended = (lambda: self.status().ended) if follow else None
         yield from follow_files(lambda: [self._directory / OUTPUT], ended=ended)
 

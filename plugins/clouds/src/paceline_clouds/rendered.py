@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,6 @@ from paceline.core.environment import HOSTS, NODE_RANK, NODES
 from paceline.core.errors import ConfigError
 from paceline.launch.launcher import (
     FileSharing,
-    JobHandle,
     LaunchSpec,
     RenderedJob,
     RenderedOnlyError,
@@ -93,6 +93,31 @@ def without_shared_directory(spec: LaunchSpec, where: str) -> LaunchSpec:
     return spec
 
 
+class RenderedOnlyLauncher(ClusterLauncher):
+    """A launcher that writes a job's file, which the cloud's own command submits.
+
+    Attributes:
+        owner: whose command it is.
+        list_command: lists the jobs.
+    """
+
+    owner: ClassVar[str]
+    list_command: ClassVar[str]
+
+    @abstractmethod
+    def submit_command(self, rendered: RenderedJob) -> str:
+        """Return the command that submits the job."""
+
+    def submit(self, rendered: RenderedJob) -> NoReturn:
+        raise RenderedOnlyError(
+            f"--on {self.name} only writes the job file. Submit it with {self.owner}'s command:\n"
+            f"  {self.submit_command(rendered)}"
+        )
+
+    def reopen(self, reference: Mapping[str, Any]) -> NoReturn:
+        raise ConfigError(f"--on {self.name} keeps no record of jobs. List them with: {self.list_command}.")
+
+
 # --- ``--on azureml``: the file of a command job for Azure Machine Learning, submitted with ``az ml``
 
 
@@ -117,10 +142,12 @@ class AzureMLOptions:
                 raise ConfigError(f"--on azureml needs {flag}.")
 
 
-class AzureML(ClusterLauncher):
+class AzureML(RenderedOnlyLauncher):
     """A launcher that renders a command job; Azure starts the node's command once on each node."""
 
     name = "azureml"
+    owner = "Azure"
+    list_command = "az ml job list"
     rank_launchers = ("torchrun", "agent", "spawn")
     env_styles = ("torch", "none")
     files: ClassVar[FileSharing] = "uploaded"
@@ -160,21 +187,9 @@ class AzureML(ClusterLauncher):
         """Return the path of a file of this directory on the nodes."""
         return copied_path(path, Path.cwd(), "this directory")
 
-    def submit(self, rendered: RenderedJob) -> NoReturn:
-        """Raise the command that submits the job.
-
-        Raises:
-            RenderedOnlyError: always.
-        """
-        raise RenderedOnlyError(
-            f"--on azureml only writes the job file. Submit it with Azure's command:\n"
-            f"  az ml job create --file {shlex.quote(str(rendered.spec.directory / FILE))} "
-            "--workspace-name WORKSPACE --resource-group GROUP"
-        )
-
-    def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
-        """Raise an error, since no job is submitted."""
-        raise ConfigError("--on azureml keeps no record of jobs. List them with: az ml job list.")
+    def submit_command(self, rendered: RenderedJob) -> str:
+        file = shlex.quote(str(rendered.spec.directory / FILE))
+        return f"az ml job create --file {file} --workspace-name WORKSPACE --resource-group GROUP"
 
 
 def _command(spec: LaunchSpec) -> str:
@@ -208,10 +223,12 @@ class GoogleOptions:
                 raise ConfigError(f"--on google needs {flag}.")
 
 
-class Google(ClusterLauncher):
+class Google(RenderedOnlyLauncher):
     """A launcher that renders a custom job: worker pool 0 is the first node, pool 1 the others."""
 
     name = "google"
+    owner = "Google"
+    list_command = "gcloud ai custom-jobs list"
     rank_launchers = ("torchrun", "agent", "spawn")
     files: ClassVar[FileSharing] = "image"
 
@@ -247,19 +264,9 @@ class Google(ClusterLauncher):
             job["serviceAccount"] = options.service_account
         return RenderedJob(spec=spec, options=options, files={FILE: to_yaml(job)})
 
-    def submit(self, rendered: RenderedJob) -> NoReturn:
-        """Raise the command that submits the job.
-
-        Raises:
-            RenderedOnlyError: always.
-        """
-        region = rendered.options.region or "REGION"
-        raise RenderedOnlyError(
-            f"--on google only writes the job file. Submit it with Google's command:\n"
-            f"  gcloud ai custom-jobs create --region={region} --display-name={rendered.spec.directory.name} "
-            f"--config={shlex.quote(str(rendered.spec.directory / FILE))}"
+    def submit_command(self, rendered: RenderedJob) -> str:
+        spec = rendered.spec
+        return (
+            f"gcloud ai custom-jobs create --region={rendered.options.region or 'REGION'} "
+            f"--display-name={spec.directory.name} --config={shlex.quote(str(spec.directory / FILE))}"
         )
-
-    def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
-        """Raise an error, since no job is submitted."""
-        raise ConfigError("--on google keeps no record of jobs. List them with: gcloud ai custom-jobs list.")

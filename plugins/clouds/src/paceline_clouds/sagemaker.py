@@ -7,7 +7,6 @@ import io
 import json
 import re
 import shlex
-import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +29,7 @@ from paceline.launch.launcher import (
 )
 from paceline.launch.node import node_command
 from paceline.launch.rendering import refuse_secrets
-from paceline.launch.status_poller import StatusPoller
+from paceline.launch.status_poller import PolledJob
 from paceline.launch.submit import ClusterLauncher
 from paceline_clouds.options import DISTRIBUTIONS, SageMakerOptions
 from paceline_clouds.rendered import copied_path, fixed_nodes, without_shared_directory
@@ -373,18 +372,17 @@ _PENDING_STATES = (
 )
 
 
-class SageMakerJob(JobHandle):
+class SageMakerJob(PolledJob):
     """A training job; ``reference`` has its name as ``id``, ``region``, and ``nodes``, the number of nodes."""
 
+    intervals_s = (_POLL_S, _POLL_S)
+
     def __init__(self, reference: Mapping[str, Any]) -> None:
-        self._reference = dict(reference)
+        super().__init__(reference)
         self._name: str = reference["id"]
         self._region: str | None = reference["region"]
+        self.title = f"training job {self._name}"
         self._client: Any = None
-
-    @property
-    def reference(self) -> dict[str, Any]:
-        return self._reference
 
     def status(self) -> JobStatus:
         """Return the status by DescribeTrainingJob."""
@@ -407,7 +405,7 @@ class SageMakerJob(JobHandle):
         has_several = self._reference["nodes"] > 1
         seen: set[str] = set()
         since = 0
-        poller = self._poller()
+        poller = self.poller()
         while True:
             poll = partial(self._poll, since)
             ended, events = (poller.answer(poll) or (False, [])) if follow else (True, self._events(since))
@@ -427,16 +425,6 @@ class SageMakerJob(JobHandle):
         """Stop the job: its nodes get SIGTERM, and two minutes to save."""
         if not self.status().ended:
             self._request("stop the training job", "stop_training_job")
-
-    def wait(self) -> int:
-        """Poll until the job has ended."""
-        status = self._poller().wait()
-        if status.state != "succeeded":
-            print(f"paceline: training job {self._name} {status.state}: {status.detail}.", file=sys.stderr)
-        return 1 if status.exit_code is None else status.exit_code
-
-    def _poller(self) -> StatusPoller:
-        return StatusPoller(self.status, (_POLL_S, _POLL_S))
 
     def _poll(self, since_ms: int) -> tuple[bool, list[Mapping[str, Any]]]:
         """Return whether the job has ended, and the output of its nodes until then."""

@@ -15,12 +15,14 @@ import queue
 import ssl
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -105,8 +107,10 @@ class EtcdClient:
         self._endpoints = endpoints
         self._credentials = credentials
         self._timeout_s = timeout_s
-        self._tls = credentials.tls_context() if endpoints.tls else None
-        self._connections: dict[int, http.client.HTTPConnection] = {}
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        if endpoints.tls:
+            handlers.append(urllib.request.HTTPSHandler(context=credentials.tls_context()))
+        self._opener = urllib.request.build_opener(*handlers)
         self._current = 0
         self._auth_token = ""
 
@@ -126,19 +130,8 @@ class EtcdClient:
             return self._call_any(path, body)
 
     def check(self) -> None:
-        """Read a key.
-
-        Raises:
-            EtcdUnavailableError: no member answers.
-            ConfigError: etcd rejects the user.
-        """
+        """Read a key, as :meth:`call` does."""
         self.call("/v3/kv/range", {"key": _base64(_ROOT), "range_end": _base64(f"{_ROOT[:-1]}0"), "limit": "1"})
-
-    def close(self) -> None:
-        """Close all connections."""
-        for connection in self._connections.values():
-            connection.close()
-        self._connections.clear()
 
     def _authenticate(self) -> None:
         self._auth_token = ""
@@ -152,16 +145,24 @@ class EtcdClient:
             try:
                 answer = self._call_one(index, path, body)
             except (OSError, http.client.HTTPException, ValueError) as error:
-                why = why or str(error) or type(error).__name__
+                why = why or str(getattr(error, "reason", "") or error) or type(error).__name__
                 continue
             self._current = index
             return answer
         raise EtcdUnavailableError(f"etcd at {self._endpoints} does not answer ({why})")
 
     def _call_one(self, index: int, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        status, document = self._post(index, path, json.dumps(body).encode())
-        if status == http.HTTPStatus.OK:
-            return document
+        host, port = self._endpoints.addresses[index]
+        url = f"http{'s' if self._endpoints.tls else ''}://{f'[{host}]' if ':' in host else host}:{port}{path}"
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        if self._auth_token:
+            request.add_header("Authorization", self._auth_token)
+        try:
+            with self._opener.open(request, timeout=self._timeout_s) as response:
+                return _parsed(response)
+        except urllib.error.HTTPError as refusal:
+            with refusal:
+                document = _parsed(refusal)
         code, message = document.get("code"), str(document.get("message") or document.get("error"))
         if code == _NOT_FOUND:
             raise _LeaseExpiredError(message)
@@ -174,39 +175,12 @@ class EtcdClient:
             )
         raise http.client.HTTPException(message)
 
-    def _post(self, index: int, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
-        connection = self._connections.pop(index, None)
-        if connection is not None:
-            try:
-                return self._exchange(connection, index, path, body)
-            except TimeoutError:
-                raise
-            except (OSError, http.client.HTTPException):
-                pass  # the member may have closed it since the last request
-        host, port = self._endpoints.addresses[index]
-        if self._tls is None:
-            connection = http.client.HTTPConnection(host, port, timeout=self._timeout_s)
-        else:
-            connection = http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=self._tls)
-        return self._exchange(connection, index, path, body)
 
-    def _exchange(
-        self, connection: http.client.HTTPConnection, index: int, path: str, body: bytes
-    ) -> tuple[int, dict[str, Any]]:
-        headers = {"Content-Type": "application/json"}
-        if self._auth_token:
-            headers["Authorization"] = self._auth_token
-        try:
-            connection.request("POST", path, body, headers)
-            response = connection.getresponse()
-            document = json.loads(response.read())
-        except BaseException:
-            connection.close()
-            raise
-        self._connections[index] = connection
-        if not isinstance(document, dict):
-            raise http.client.HTTPException(f"its answer is not a JSON object: {str(document)[:100]}")
-        return response.status, document
+def _parsed(response: IO[bytes]) -> dict[str, Any]:
+    document = json.loads(response.read())
+    if not isinstance(document, dict):
+        raise http.client.HTTPException(f"its answer is not a JSON object: {str(document)[:100]}")
+    return document
 
 
 class _UnauthenticatedError(PacelineError):
@@ -343,7 +317,6 @@ class EtcdSession:
             self._deletes = deletes
             self._operations.put(None)
             self._thread.join()
-        self._client.close()
 
     # The thread.
 

@@ -28,9 +28,7 @@ from paceline.launch.launcher import (
     LaunchSpec,
     RenderedJob,
     option,
-    refuse_restarts,
-    refuse_walltime,
-    refuse_what_is_for_clusters,
+    refuse_unsupported,
 )
 from paceline.launch.mpi import (
     MpiLauncher,
@@ -86,8 +84,7 @@ class HorovodLauncher(ForegroundLauncher):
     def render(self, spec: LaunchSpec, options: HorovodOptions | None = None) -> RenderedJob:
         """Render the horovodrun command."""
         options = options or HorovodOptions()
-        refuse_what_is_for_clusters(spec, self.name)
-        refuse_restarts(spec, self.name)
+        refuse_unsupported(spec, self.name, resources=True, walltime=options.controller == "gloo")
         hosts = read_hosts(options.hosts) if options.hosts is not None else ()
         spec = place_on_hosts(spec, hosts)
         elastic = _elastic(spec, hosts, options)
@@ -95,7 +92,6 @@ class HorovodLauncher(ForegroundLauncher):
             return _rendered_mpi(spec, options)
         if options.controller != "gloo":
             raise ConfigError(f"--controller must be gloo or mpi, but is {options.controller!r}.")
-        refuse_walltime(spec, self.name)
         refuse_secrets(spec.env, _IN_SHELL)
         argv = [find_horovodrun(spec.python), "-np", str(spec.world_size), "--gloo"]
         if hosts:

@@ -24,9 +24,7 @@ from paceline.launch.launcher import (
     LaunchSpec,
     RenderedJob,
     option,
-    refuse_restarts,
-    refuse_walltime,
-    refuse_what_is_for_clusters,
+    refuse_unsupported,
 )
 from paceline.launch.local_run import processes_here
 from paceline.launch.node import node_command
@@ -325,9 +323,7 @@ class Monarch(ForegroundLauncher):
     def render(self, spec: LaunchSpec, options: MonarchOptions | None = None) -> RenderedJob:
         """Render one command, and the file that it reads."""
         options = options or MonarchOptions()
-        refuse_what_is_for_clusters(spec, self.name)
-        refuse_walltime(spec, self.name)
-        refuse_restarts(spec, self.name)
+        refuse_unsupported(spec, self.name, resources=True, walltime=True)
         if options.machine_restarts < 0:
             raise ConfigError(f"--machine-restarts must be 0 or more, but is {options.machine_restarts}.")
         least, most = spec.nodes

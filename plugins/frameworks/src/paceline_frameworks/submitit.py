@@ -25,7 +25,7 @@ from paceline.launch.launcher import Command, JobHandle, JobStatus, LaunchSpec, 
 from paceline.launch.node import node_command
 from paceline.launch.rank import rank_command
 from paceline.launch.slurm import SlurmJob, refusal
-from paceline.launch.status_poller import StatusPoller
+from paceline.launch.status_poller import PolledJob
 from paceline.launch.submit import ClusterLauncher
 from paceline.launch.supervisor import ended_status, process_reference, process_status, process_to_end
 from paceline_frameworks.submitit_running import PREEMPT_SIGNAL, exit_code_file, make_private
@@ -148,7 +148,7 @@ _POLL_S = 0.2
 _SLURM_POLL_S = 2.0
 
 
-class SubmititJob(JobHandle):
+class SubmititJob(PolledJob):
     """A job on Slurm, or one whose controller is a process of this machine.
 
     Args:
@@ -157,9 +157,11 @@ class SubmititJob(JobHandle):
     """
 
     def __init__(self, reference: Mapping[str, Any]) -> None:
-        self._reference = dict(reference)
+        super().__init__(reference)
         self._folder = Path(reference["folder"])
         self._tasks = int(reference["tasks"])
+        interval_s = _SLURM_POLL_S if reference["executor"] == "slurm" else _POLL_S
+        self.intervals_s = (interval_s, interval_s)
 
     @classmethod
     def submitted(cls, number: str, executor: str, folder: Path, *, tasks: int, is_command: bool) -> SubmititJob:
@@ -189,11 +191,6 @@ class SubmititJob(JobHandle):
         """Slurm's number, or the controller's process id."""
         return str(self._reference["id"])
 
-    @property
-    def reference(self) -> dict[str, Any]:
-        """What :meth:`Submitit.reopen` finds it by."""
-        return self._reference
-
     def status(self) -> JobStatus:
         """Return the status from the files of its tasks, else from Slurm or the process table."""
         # In this order: a job that ends in between has left its codes.
@@ -213,7 +210,7 @@ class SubmititJob(JobHandle):
         """Return the output files of its tasks."""
         paths = [self._folder / f"{self.id}_{task}_log.{kind}" for task in range(self._tasks) for kind in self._kinds]
         # A controller on another machine is unknown here, and its tasks leave their codes all the same.
-        ended = self._watch().ended if self._reference["executor"] == "slurm" else self._has_ended
+        ended = self.poller().ended if self._reference["executor"] == "slurm" else self._has_ended
         yield from follow_files(lambda: paths, ended=ended if follow else None)
 
     def cancel(self) -> None:
@@ -234,22 +231,12 @@ class SubmititJob(JobHandle):
                 # submitit's controller passes SIGTERM on; at SIGINT it kills its tasks after a second.
                 process.send_signal(signal.SIGTERM if self._reference["is_command"] and not asked else signal.SIGINT)
 
-    def wait(self) -> int:
-        """Wait for all tasks; return the first code that is not 0.
-
-        Raises:
-            LaunchError: Slurm has forgotten the job, which has left no exit code, or has not answered for
-                long.
-        """
-        code = self._watch().wait().exit_code
-        return 1 if code is None else code
-
     def _has_ended(self) -> bool:
         return self.status().ended
 
-    def _watch(self) -> StatusPoller:
-        interval_s = _SLURM_POLL_S if self._reference["executor"] == "slurm" else _POLL_S
-        return StatusPoller(self.status, (interval_s, interval_s), logs=str(self._folder))
+    @property
+    def log_location(self) -> str:
+        return str(self._folder)
 
     @property
     def _slurm(self) -> SlurmJob:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -15,8 +14,8 @@ from typing import Any
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.files import home_directory
 from paceline.core.plugins import install_command
-from paceline.launch.launcher import JobHandle, JobStatus
-from paceline.launch.status_poller import StatusPoller
+from paceline.launch.launcher import JobStatus
+from paceline.launch.status_poller import PolledJob
 from paceline_kubernetes.manifests import CONTAINER, Manifest
 
 # --- Requests: create, read, change and delete objects; read the output of pods ---
@@ -276,7 +275,7 @@ _POLL_S = 1.0
 _ENDED = {"Complete": "succeeded", "Completed": "succeeded", "Failed": "failed"}
 
 
-class KubernetesJob(JobHandle):
+class KubernetesJob(PolledJob):
     """A Job, JobSet or TrainJob.
 
     Args:
@@ -285,15 +284,14 @@ class KubernetesJob(JobHandle):
         cluster: of the job; default: connect on the first request.
     """
 
+    intervals_s = (_POLL_S, _POLL_S)
+
     def __init__(self, reference: Mapping[str, Any], cluster: KubernetesCluster | None = None) -> None:
-        self._reference = dict(reference)
+        super().__init__(reference)
         self._name: str = reference["id"]
         self._kind: str = reference["kind"]
+        self.title = f"{self._kind} {self._name}"
         self._connected = cluster
-
-    @property
-    def reference(self) -> dict[str, Any]:
-        return self._reference
 
     @property
     def _cluster(self) -> KubernetesCluster:
@@ -344,13 +342,6 @@ class KubernetesJob(JobHandle):
             raise LaunchError(f"{self._other_cluster}. Set KUBECONFIG to the file that describes its cluster.")
         self._cluster.delete(self._kind, self._name)
 
-    def wait(self) -> int:
-        """Poll until the job has ended."""
-        status = self._poller().wait()
-        if status.state != "succeeded":
-            print(f"paceline: {self._kind} {self._name} {status.state}: {status.detail}.", file=sys.stderr)
-        return 1 if status.exit_code is None else status.exit_code
-
     def scale(self, nodes: int) -> None:
         """Change the number of pods: those with the highest indices are deleted, or new ones are created.
 
@@ -396,15 +387,12 @@ class KubernetesJob(JobHandle):
         label = "batch.kubernetes.io/job-name" if self._kind == "Job" else "jobset.sigs.k8s.io/jobset-name"
         return self._cluster.pods(f"{label}={self._name}")
 
-    def _poller(self) -> StatusPoller:
-        return StatusPoller(self.status, (_POLL_S, _POLL_S))
-
     def _follow(self) -> Iterator[str]:
         """Yield the lines of all pods, including later ones, until the job has ended."""
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         readers: dict[str, threading.Thread] = {}
         _, most = self._reference["nodes"]
-        poller = self._poller()
+        poller = self.poller()
         while True:
             ended = poller.ended()
             pods = poller.answer(self._pods)

@@ -18,8 +18,7 @@ from paceline.launch.launcher import (
     LaunchSpec,
     RenderedJob,
     option,
-    refuse_restarts,
-    refuse_walltime,
+    refuse_unsupported,
 )
 from paceline.launch.node import node_command
 from paceline.launch.rank_variables import interface_variables
@@ -253,8 +252,7 @@ class Ray(ForegroundLauncher):
     def render(self, spec: LaunchSpec, options: RayOptions | None = None) -> RenderedJob:
         """Render one command; it starts a cluster first where none is named."""
         options = options or RayOptions()
-        refuse_walltime(spec, self.name)
-        refuse_restarts(spec, self.name)
+        refuse_unsupported(spec, self.name, walltime=True)
         address = options.address or os.environ.get("RAY_ADDRESS")
         if address not in (None, "auto"):
             parse_endpoint(address.removeprefix("ray://"), "--address")

@@ -8,17 +8,17 @@ import http.client
 import logging
 import math
 import os
+import shutil
 import struct
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import wrap_file
 from torch import nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.core.errors import DataError
 from paceline.core.file_lock import locked
-from paceline.core.files import fsync_directory, rename, user_directory
+from paceline.core.files import rename, user_directory
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.output import Console
 from paceline.core.task import Defaults, Task
@@ -49,7 +49,7 @@ MIRRORS = (
 
 _log = logging.getLogger(__name__)
 _DAMAGED = (OSError, EOFError, zlib.error)
-_MAX_DOWNLOAD_BYTES = 32 * 2**20  # the largest of the four files has 25.2 MiB
+_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -133,19 +133,6 @@ def load_fashion_mnist(
     if found is None:
         raise _nowhere(problems)
     return found
-
-
-def ensure_fashion_mnist(*, installed: Path = DEBIAN_DIRECTORY, mirrors: Sequence[str] = MIRRORS) -> Path:
-    """Make sure that all four files are here and whole, and return their directory.
-
-    Raises:
-        DataError: they are nowhere and cannot be downloaded.
-    """
-    problems: list[str] = []
-    for directory in (cache_directory(), installed):
-        if all(_read_split(directory, split, problems) is not None for split in FILES):
-            return directory
-    return _download(mirrors, problems)
 
 
 def read_idx(path: Path, file: IdxFile) -> torch.Tensor:
@@ -236,40 +223,23 @@ def _fetch(file: IdxFile, directory: Path, mirrors: Sequence[str], problems: lis
                 problems.append(f"{url}: {error}")
                 continue
             rename(temporary, directory / file.name)
-            fsync_directory(directory)
             return
     finally:
         temporary.unlink(missing_ok=True)
     raise _nowhere(problems)
 
 
-def _save(url: str, path: Path, timeout_s: float = 30.0) -> None:
-    """Write what ``url`` serves to ``path``. Raises OSError, HTTPException or DataError."""
-    with urllib.request.urlopen(url, timeout=timeout_s) as response, path.open("wb") as out:
-        announced = response.headers.get("Content-Length", "")
-        total = int(announced) if announced.isdigit() else None
-        received = 0
-        with _progress(url.rpartition("/")[2], total) as advance:
-            while chunk := response.read(1 << 16):
-                received += len(chunk)
-                if received > _MAX_DOWNLOAD_BYTES:
-                    raise DataError(f"it is larger than {_MAX_DOWNLOAD_BYTES} bytes, so not the published file.")
-                out.write(chunk)
-                advance(len(chunk))
-        if total is not None and received < total:
-            raise DataError(f"the transfer was interrupted after {received} of {total} bytes.")
-        out.flush()
-        os.fsync(out.fileno())
-
-
-@contextmanager
-def _progress(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr if that is a terminal."""
+def _save(url: str, path: Path) -> None:
+    """Write what ``url`` serves to ``path``, with a progress bar on a terminal. Raises OSError or HTTPException."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"Fashion-MNIST {name}", total=total)
-        yield lambda count: progress.advance(task, count)
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response, path.open("wb") as out:
+        size = int(response.headers.get("Content-Length") or 0)
+        title = f"Fashion-MNIST {url.rpartition('/')[2]}"
+        shown = wrap_file(
+            response, size, description=title, console=console, transient=True, disable=not console.is_terminal
+        )
+        with shown as body:
+            shutil.copyfileobj(body, out)
 
 
 def _nowhere(problems: Sequence[str]) -> DataError:
