@@ -112,6 +112,7 @@ def test_logs_are_followed_while_the_system_is_away(
     monkeypatch.setattr(type(job), "status", asked)
     if kind == "kubernetes":
         monkeypatch.setattr("paceline_kubernetes.api._POLL_S", 0.0)
+        monkeypatch.setattr(type(job), "intervals_s", (0.0, 0.0))
         monkeypatch.setattr(job, "_pods", answering(AWAY, []))
     elif kind == "sagemaker":
         event = {"eventId": "1", "timestamp": 1, "logStreamName": "t-7/algo-1-1", "message": "last words"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -106,20 +107,8 @@ def _displayed(line: bytes) -> str:
 
 def _start_of_last_lines(file: BinaryIO, count: int) -> int:
     """Return the offset of the last ``count`` lines; an incomplete last line counts."""
-    position = end = file.seek(0, os.SEEK_END)
-    if count == 0 or end == 0:
-        return end
-    # The line end of the last line does not start a line.
-    remaining = count
-    searched_to = end - 1
-    while searched_to > 0:
-        position = max(0, searched_to - _BLOCK_BYTES)
-        file.seek(position)
-        block = file.read(searched_to - position)
-        newline = len(block)
-        while (newline := block.rfind(b"\n", 0, newline)) >= 0:
-            remaining -= 1
-            if remaining == 0:
-                return position + newline + 1
-        searched_to = position
-    return 0
+    position, starts = 0, deque[int](maxlen=count)
+    for line in file:
+        starts.append(position)
+        position += len(line)
+    return starts[0] if starts else position

@@ -49,7 +49,6 @@ class JobRecord:
     ended: Mapping[str, Any] | None = None
 
     def handle(self) -> JobHandle:
-        """Return the handle of the job."""
         return get_launcher(self.launcher).reopen(self.reference)
 
     def status(self) -> JobStatus:

@@ -289,9 +289,6 @@ def refuse_unsupported(spec: LaunchSpec, name: str, *, resources: bool = False, 
     Args:
         resources: no system allocates the requested GPUs or CPUs.
         walltime: no process would enforce a script's time limit; a task enforces its own.
-
-    Raises:
-        ConfigError: with an alternative.
     """
     for option_name in ("gpus_per_node", "cpus_per_task") if resources else ():
         if getattr(spec, option_name) is not None:

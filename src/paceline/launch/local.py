@@ -15,9 +15,7 @@ from types import TracebackType
 from paceline.core.environment import JOB_ID, LISTEN_FD, Environment, parse_endpoint, patch_environ
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.job import Command, LaunchSpec, split_python
-from paceline.launch.launcher import (
-    RenderedJob,
-)
+from paceline.launch.launcher import RenderedJob
 from paceline.launch.local_run import LocalLauncher, bound_loopback_socket, free_master_port
 from paceline.launch.options import RendezvousOptions
 from paceline.launch.rank_variables import (
@@ -72,7 +70,6 @@ class InProcess(LocalLauncher):
     env_styles = ("none",)
 
     def _commands(self, spec: LaunchSpec, options: RendezvousOptions | None) -> tuple[Command, ...]:
-        """Render the plain command."""
         nproc, nodes = spec.local_world_size, spec.nodes[0]
         if nproc > 1 or nodes > 1:
             raise ConfigError(f"--on inprocess runs one process, but {nproc * nodes} were asked for. Use --on spawn.")

@@ -82,18 +82,15 @@ class LocalLauncher(Launcher):
         return nodes, nproc or (processes_here(),)
 
     def render(self, spec: LaunchSpec, options: RendezvousOptions | None = None) -> RenderedJob:
-        """Render this node's processes."""
         refuse_unsupported(spec, self.name, resources=True, walltime=True)
         spec = self._with_placement(spec, options)
         return RenderedJob(spec=spec, options=options, commands=self._commands(spec, options))
 
     def submit(self, rendered: RenderedJob) -> ForegroundJob:
-        """Start them."""
         spec = rendered.spec
         return ForegroundJob(self._start(rendered), spec.directory if spec.is_recorded else None)
 
     def reopen(self, reference: Mapping[str, Any]) -> BackgroundJob:
-        """Find the process that started the job."""
         return BackgroundJob(reference)
 
     @abstractmethod
@@ -102,11 +99,7 @@ class LocalLauncher(Launcher):
 
     @abstractmethod
     def _start(self, rendered: RenderedJob) -> ProcessGroup:
-        """Start the processes.
-
-        Raises:
-            LaunchError: one could not be started; none is left.
-        """
+        """Start the processes."""
 
     def _with_placement(self, spec: LaunchSpec, options: RendezvousOptions | None) -> LaunchSpec:
         """Return the job with this node's place in it."""
@@ -166,9 +159,6 @@ def refuse_job_options(on: str, options: JobOptions, own: Mapping[str, Any]) -> 
 
     Args:
         own: those of a launcher, by name.
-
-    Raises:
-        ConfigError: the user gave one.
     """
     given = [f.name for f in dataclasses.fields(options) if getattr(options, f.name) != f.default]
     if own or not {*given} <= {"preflight"}:
@@ -401,11 +391,7 @@ def launch(worker_config: WorkerConfig, *, joins: bool = False) -> tuple[int, Ru
 
 
 def check_task(config: RunConfig) -> None:
-    """Make sure that the task is there; a run that exists names its own.
-
-    Raises:
-        TaskError: there is no such task.
-    """
+    """Make sure that the task is there; a run that exists names its own."""
     if (
         config.processes.task
         or config.records.run_dir is None
@@ -423,11 +409,7 @@ def _with_recorded_options(worker_config: WorkerConfig, directory: RunDirectory)
 
 
 def _recovery(config: RunConfig, name: str) -> Recovery:
-    """Return the response to the death of a worker.
-
-    Raises:
-        ConfigError: ``--recover`` cannot work here.
-    """
+    """Return the response to the death of a worker."""
     if config.recovery.recover == "none":
         return "none"
     obstacles = list(config.non_elastic_options)  # to recovery in place
@@ -558,11 +540,7 @@ def own_environment(
 
 
 def require_recovery(config: RunConfig, environment: Environment) -> None:
-    """Reject options that need Paceline's launcher or agent where another launcher has started the ranks.
-
-    Raises:
-        ConfigError: the user gave the option.
-    """
+    """Reject options that need Paceline's launcher or agent where another launcher has started the ranks."""
     if config.changes.companions:
         raise ConfigError(
             "--metrics-port needs ranks that Paceline starts. Leave it out, or give the command once on each node, "

@@ -142,7 +142,6 @@ class MpiLauncher(ForegroundLauncher):
         return resolve_sizes(options.hosts if options is not None else None, nodes, nproc)
 
     def render(self, spec: LaunchSpec, options: MpiOptions | None = None) -> RenderedMpi:
-        """Render the mpirun command."""
         options = options or MpiOptions()
         refuse_unsupported(spec, self.name, resources=True)
         hosts = read_hosts(options.hosts) if options.hosts is not None else ()
@@ -158,7 +157,6 @@ class MpiLauncher(ForegroundLauncher):
         return RenderedMpi(spec=spec, options=options, commands=(command,), mpi=mpi)
 
     def submit(self, rendered: RenderedJob) -> JobHandle:
-        """Start mpirun."""
         assert isinstance(rendered, RenderedMpi)
         program = rendered.commands[0].argv[0]
         _check_installed(program, rendered.mpi)
@@ -250,11 +248,7 @@ def _whose(program: Path) -> Mpi:
 
 
 def _check_installed(program: str, mpi: Mpi) -> None:
-    """Make sure that mpirun is there, and is the one that the command was rendered for.
-
-    Raises:
-        LaunchError: it is not.
-    """
+    """Make sure that mpirun is there, and is the one that the command was rendered for."""
     if shutil.which(program) is None:
         raise LaunchError(
             f"{program} is not installed, or not on PATH. Load your cluster's MPI module, or install Open "

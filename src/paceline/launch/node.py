@@ -219,11 +219,7 @@ def _become(command: tuple[str, ...]) -> int:
 
 
 def _await_name(host: str) -> None:
-    """Wait until a machine's name can be looked up.
-
-    Raises:
-        ConfigError: it cannot be for too long.
-    """
+    """Wait until a machine's name can be looked up."""
     deadline = time.monotonic() + _NAME_TIMEOUT_S
     while True:
         try:

@@ -67,11 +67,7 @@ class JobOptions:
 
 
 def parse_env(words: tuple[str, ...]) -> dict[str, str]:
-    """Parse variables K=V; a lone K takes this process's value.
-
-    Raises:
-        ConfigError: a word has another form.
-    """
+    """Parse variables K=V; a lone K takes this process's value."""
     variables = {}
     for word in words:
         name, equals, value = word.partition("=")

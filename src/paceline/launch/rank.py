@@ -156,11 +156,7 @@ def _expand(command: Sequence[str], environment: Environment) -> tuple[str, ...]
 
 
 def _on_machines(who: Environment, counts: Sequence[int]) -> Environment:
-    """Add the node's number, which launchers do not give if nodes have different numbers of ranks.
-
-    Raises:
-        ConfigError: so many ranks were not started.
-    """
+    """Add the node's number, which launchers do not give if nodes have different numbers of ranks."""
     if who.world_size != sum(counts):
         raise ConfigError(
             f"{sum(counts)} ranks are wanted, {','.join(map(str, counts))} by machine, but the launcher says "

@@ -30,7 +30,6 @@ class _Lines:
         self._output, self._unfinished = output, b""
 
     def take(self, block: bytes) -> None:
-        """Write the lines that a block completes."""
         content = self._unfinished + block
         end = max(content.rfind(b"\n"), content.rfind(b"\r")) + 1
         if len(content) - end > _LONGEST_LINE:

@@ -52,11 +52,7 @@ _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS|(ACCESS|AP
 
 
 def refuse_secrets(env: Mapping[str, str], instead: str) -> None:
-    """Reject variables that look like secrets: every user who can see the job can read its variables.
-
-    Raises:
-        ConfigError: one does; the message gives the alternative.
-    """
+    """Reject variables that look like secrets: every user who can see the job can read its variables."""
     for name in env:
         if _SECRET.search(name.upper()):
             raise ConfigError(f"--env {name}: every user who can see the job can read its variables. {instead}")

@@ -468,11 +468,7 @@ def _shell(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> Iterator[
 
 
 def _container(spec: LaunchSpec, options: SlurmOptions, image: str) -> str:
-    """Return the shell code that sets ``container``: srun's last options, or the first words of its command.
-
-    Raises:
-        ConfigError: a path cannot be mounted.
-    """
+    """Return the shell code that sets ``container``: srun's last options, or the first words of its command."""
     check = ""
     if image.startswith((".", "/", "~")) or image.endswith((".sif", ".sqsh")):
         # Only the nodes need to see it.

@@ -120,7 +120,6 @@ class SshMachine:
         self.send("go")
 
     def write(self) -> None:
-        """Send what is taken."""
         if not self.writable:
             return
         try:
@@ -156,7 +155,6 @@ class SshMachine:
             self._stdin.close()
 
     def kill(self) -> None:
-        """Kill the client here."""
         self._popen.kill()
 
     def reap(self) -> int:
@@ -259,7 +257,6 @@ class SshJob:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The ssh clients that still run."""
         return tuple(machine.pid for machine in self._running)
 
     def wait(self) -> int:

@@ -103,7 +103,6 @@ class PolledJob(RecordedJob):
         return ""
 
     def poller(self) -> StatusPoller:
-        """Return a new poller of this job."""
         return StatusPoller(self.status, self.intervals_s, logs=self.log_location)
 
     def wait(self) -> int:

@@ -85,7 +85,6 @@ class ForegroundLauncher(ClusterLauncher):
     attached = True
 
     def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
-        """Find the process that started the job."""
         return BackgroundJob(reference)
 
 
@@ -304,9 +303,6 @@ def refuse_starters(command: Sequence[str], env_style: EnvStyle) -> None:
     """Refuse a command that starts ranks itself: each of Paceline's processes would start all of them.
 
     With ``--env-style none`` a process finds no rank, so a command with the node's number in it may do so.
-
-    Raises:
-        ConfigError: the command is one; the message says what to write instead.
     """
     words = list(command)
     if "-m" in words[:2]:
@@ -498,11 +494,7 @@ def task_job(config: RunConfig, options: Mapping[str, Any], launcher: Launcher, 
 
 
 def _task_location(config: RunConfig, launcher: Launcher) -> tuple[Path, str, Path | None]:
-    """Return a task's run directory, the job's name, and its directory if that is in the run's.
-
-    Raises:
-        ConfigError: the nodes do not share this one's files, and the run's directory there is not given.
-    """
+    """Return a task's run directory, the job's name, and its directory if that is in the run's."""
     if launcher.files == "shared":
         run = Path(config.records.run_dir or default_run_path(config.processes.task)).resolve()
         # The jobs of an array have a run each, and share what is rendered.
@@ -608,11 +600,7 @@ def finish(record: JobRecord, handle: JobHandle) -> int:
 
 
 def refuse_gpu_type(spec: LaunchSpec, name: str) -> None:
-    """Reject a type of GPUs that the system has no such word for.
-
-    Raises:
-        ConfigError: the spec names one.
-    """
+    """Reject a type of GPUs that the system has no such word for."""
     if spec.gpu_type is not None and name != "slurm":
         raise ConfigError(
             f"--gpus-per-node {spec.gpu_type}:{spec.gpus_per_node}: only --on slurm takes a type of GPUs. Give "
@@ -621,11 +609,7 @@ def refuse_gpu_type(spec: LaunchSpec, name: str) -> None:
 
 
 def refuse_torchrun_options(spec: LaunchSpec) -> None:
-    """Reject options that torchrun does not have or Paceline sets, and all where another program starts the ranks.
-
-    Raises:
-        ConfigError: the spec has one.
-    """
+    """Reject options that torchrun does not have or Paceline sets, and all where another program starts the ranks."""
     for text in spec.torchrun:
         name = text.removeprefix("--").partition("=")[0].replace("_", "-")
         if spec.rank_launcher != "torchrun":

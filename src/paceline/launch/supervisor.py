@@ -123,11 +123,7 @@ class ProcessGroup(Protocol):
 
 
 def check_program(program: str) -> None:
-    """Check that a command can be started.
-
-    Raises:
-        LaunchError: its program is missing.
-    """
+    """Check that a command can be started."""
     if shutil.which(program) is None:
         raise LaunchError(f"{program}: command not found or not executable.")
 
@@ -229,7 +225,6 @@ class SupervisedJob:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes that still run."""
         return tuple(running.popen.pid for running in self._running)
 
     @property
@@ -403,7 +398,6 @@ class ForegroundJob(JobHandle):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes that still run."""
         return self._processes.pids
 
     @property
@@ -421,11 +415,9 @@ class ForegroundJob(JobHandle):
         return iter(())
 
     def cancel(self) -> None:
-        """Ask the processes to stop, then kill them."""
         self._processes.cancel()
 
     def wait(self) -> int:
-        """Supervise the job to its end."""
         try:
             code = self._processes.wait()
         except BaseException as error:  # of a script in this process, whose end it is

@@ -61,7 +61,6 @@ class Torchrun(LocalLauncher):
         return replace(spec, recovery=replace(spec.recovery, recover="restart"))
 
     def _commands(self, spec: LaunchSpec, options: RendezvousOptions | None) -> tuple[Command, ...]:
-        """Render torchrun's command."""
         backend = options.rdzv_backend if isinstance(options, TorchrunOptions) else "c10d"
         if names_rank(spec.command) and not spec.is_task:
             script_command = torchrun_rank_command(sys.executable, process_command(spec, None))

@@ -49,7 +49,6 @@ class ReportTable:
     bars: Sequence[float] | None = None
 
     def as_rich(self) -> Table:
-        """For a terminal."""
         title = ": ".join(text for text in (self.title, self.subtitle) if text)
         table = Table(title=escape(title) if title else None, title_justify="left")
         for column, heading in enumerate(self.headings):
@@ -64,7 +63,6 @@ class ReportTable:
         return table
 
     def as_markdown(self) -> str:
-        """For a document."""
         rules = [":--" if column in self.left else "--:" for column in range(len(self.headings))]
         lines = ["| " + " | ".join(cells) + " |" for cells in (self.headings, rules, *self.rows)]
         if self.title:
@@ -158,11 +156,7 @@ Point = tuple[float, float]
 
 
 def require_matplotlib() -> None:
-    """Check that a chart can be drawn.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Check that a chart can be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(f"a chart needs matplotlib, which is not installed. Run: {install_command('report')}")
 

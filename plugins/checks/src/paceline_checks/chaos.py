@@ -114,7 +114,6 @@ class ChaosReport:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Describe each problem in a phrase."""
         planned, injected, recovered = (
             sum(getattr(kind, name) for kind in self.kinds) for name in ("planned", "injected", "recovered")
         )

@@ -69,11 +69,9 @@ class Collective:
         return 1.0
 
     def source_elements(self, elements: int, ranks: int) -> int:
-        """Return the elements that a rank gives."""
         return elements // ranks if self.op == "all_gather" else elements
 
     def target_elements(self, elements: int, ranks: int) -> int:
-        """Return the elements that a rank receives."""
         return elements // ranks if self.op == "reduce_scatter" else elements
 
     def given(self, base: torch.Tensor, rank: int) -> torch.Tensor:
@@ -123,11 +121,7 @@ def pattern(elements: int, repetition: int, device: torch.device) -> torch.Tenso
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Parse ``8B:256MiB`` into bytes, doubling from the first to the last; ``1MiB`` into that alone.
-
-    Raises:
-        ConfigError: the text has another form.
-    """
+    """Parse ``8B:256MiB`` into bytes, doubling from the first to the last; ``1MiB`` into that alone."""
     least, colon, most = text.partition(":")
     first, last = _bytes(least, text), _bytes(most if colon else least, text)
     if not 0 < first <= last:
@@ -294,7 +288,6 @@ class CommunicationReport:
         }
 
     def tables(self) -> list[ReportTable]:
-        """Return one table for each operation."""
         top = max((result.busbw_gbps for result in self.results), default=0.0)
         link = [] if self.link.gbytes_per_s is None else ["of link"]
         return [
@@ -322,7 +315,6 @@ class CommunicationReport:
         ]
 
     def plot(self, path: Path) -> None:
-        """Draw bus bandwidth over size as SVG."""
         line_chart(
             {op: [(float(r.size), r.busbw_gbps) for r in results] for op, results in self._by_op().items()},
             path,

@@ -183,11 +183,7 @@ def doctor(
 
 
 def _check_with_launcher(launcher: Launcher, spec: LaunchSpec, options: Any) -> PreflightReport:
-    """Run the checks on the job's nodes, wait, and read the report from the job's directory.
-
-    Raises:
-        LaunchError: the cluster refused the job, or it left no report; contains its output.
-    """
+    """Run the checks on the job's nodes, wait, and read the report from the job's directory."""
     file = spec.directory / REPORT
     file.unlink(missing_ok=True)
     record, handle = submit(launcher, launcher.render(spec, options))

@@ -88,7 +88,7 @@ def _file(checkpoint: Path, choice: int) -> Path:
 # --- Planning: a pure function of the seed, so that a run under faults can be repeated ---
 
 
-Kind = Literal["kill", "stop", "slow", "leave", "join", "enospc", "eio", "bitflip", "truncate", "partition"]
+Kind = Literal["kill", "stop", "slow", "leave", "join", "enospc", "eio", "bitflip", "truncate"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 IN_WORDS: dict[Kind, str] = {
@@ -101,7 +101,6 @@ IN_WORDS: dict[Kind, str] = {
     "eio": "the disk fails until a save has failed",
     "bitflip": "a bit of the newest checkpoint is flipped, and all workers are killed",
     "truncate": "a file of the newest checkpoint is truncated, and all workers are killed",
-    "partition": "nodes cannot reach each other",
 }
 
 _FIRST, _LAST = 0.04, 0.85  # as shares of the steps; the rest is for the last recovery
@@ -163,17 +162,11 @@ def plan_faults(kinds: Sequence[Kind], *, faults: int, seed: int, nproc: int, st
 
 
 def check_kinds(kinds: Sequence[Kind], nproc: int) -> None:
-    """Refuse faults that are not possible with so many processes on one node.
-
-    Raises:
-        ConfigError: says why.
-    """
+    """Refuse faults that are not possible with so many processes on one node."""
     if not kinds:
         raise ConfigError(f"--kinds must name at least one of {', '.join(KINDS)}.")
     if len(set(kinds)) < len(kinds):
         raise ConfigError(f"--kinds must name each kind once, but is {','.join(kinds)}.")
-    if "partition" in kinds:
-        raise ConfigError("--kinds partition needs several nodes, but all workers are on one.")
     if ("leave" in kinds) != ("join" in kinds):
         raise ConfigError("--kinds leave and join need each other: name both, or neither.")
     if "leave" in kinds and nproc < 2:
@@ -245,7 +238,6 @@ class Injection:
 
     @property
     def seconds(self) -> float | None:
-        """Return the recovery time."""
         return None if self.recovered_at is None else self.recovered_at - self.at
 
 

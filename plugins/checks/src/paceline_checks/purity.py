@@ -270,7 +270,6 @@ class PurityClock:
         self._next = 0.0
 
     def is_due(self) -> bool:
-        """Return whether a check is due."""
         return self._first > 0 or time.monotonic() >= self._next
 
     @contextmanager
@@ -339,7 +338,6 @@ class PurityRecord:
                 _log.warning("the model may %s %s %s", _DEPENDS, found.message, _REMEDIES)
 
     def result(self) -> dict[str, Any]:
-        """Return the entry of ``result.json``."""
         found = tuple(found.message for found in self._known.values())
         return PuritySummary(self._mode, dict(sorted(self.checks.items())), found).to_json()
 
@@ -382,7 +380,6 @@ class PurityCheck(StepHook):
                 self._compute_twice(strategy, microbatches[0])
 
     def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
-        """Compare the parameters with those before."""
         if self._parameters is not None:
             self._record.checks["forward"] += 1
             self._add(changed_parameters(self._state.module, self._parameters))
@@ -511,11 +508,7 @@ class PurityGuard(RunHook):
         return PurityCheck(self.run, self.record, group.world, states.state, states.loader, group.runner)
 
     def check_state(self, group: GroupContext, state: TrainingState) -> None:
-        """Compare the ranks' replicas, if it is time, and settle what was found; all ranks call this together.
-
-        Raises:
-            PurityError: something was found before the first checkpoint, with ``--purity error``.
-        """
+        """Compare the ranks' replicas, if it is time, and settle what was found; all ranks call this together."""
         config = self.run.config
         if not self._is_on or config.asynchronous:
             return
@@ -534,5 +527,4 @@ class PurityGuard(RunHook):
             self.record.add(impurity("evaluation", names))
 
     def results(self, world: World) -> dict[str, Any]:
-        """Return rank 0's record."""
         return {"purity": world.broadcast_object(self.record.result() if world.rank == 0 else None)}

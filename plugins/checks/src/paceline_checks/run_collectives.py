@@ -141,11 +141,7 @@ def _store(environment: Environment, interface: str | None) -> Iterator[Store]:
 
 
 def require_gpus(plan: CommunicationPlan, local_world_size: int) -> None:
-    """Refuse NCCL where a rank would have no GPU of its own.
-
-    Raises:
-        ConfigError: torch sees fewer.
-    """
+    """Refuse NCCL where a rank would have no GPU of its own."""
     there = torch.cuda.device_count()
     wanted = local_world_size * (1 if plan.mode == "process-per-device" else plan.nproc)
     if plan.backend == "nccl" and there < wanted:
@@ -241,7 +237,6 @@ class _BufferSlot:
         self._engine.run(self._collective.op, self._sources, self._targets)
 
     def wrong(self) -> int:
-        """Count the wrong elements."""
         return sum(
             int((target != self._collective.expected(self._base(target.device), rank, self._engine.ranks)).sum())
             for rank, target in zip(self._engine.local, self._targets, strict=True)
@@ -356,13 +351,11 @@ class GroupEngine(CollectiveEngine):
             work.wait()
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Run one all-reduce of doubles."""
         summed = torch.tensor(values, dtype=torch.float64, device=self.devices[0])
         self._group.allreduce([summed], AllreduceOptions()).wait()
         return [float(value) for value in summed]
 
     def close(self) -> None:
-        """Have the group end its threads and connections."""
         self._group.shutdown()
 
 
@@ -413,7 +406,6 @@ class MpiEngine(CollectiveEngine):
                 comm.Sendrecv(source, (rank + 1) % self.ranks, recvbuf=target, source=(rank - 1) % self.ranks)
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Run one all-reduce of doubles."""
         import numpy as np
         from mpi4py import MPI
 
@@ -450,7 +442,6 @@ class OneThreadEngine(CollectiveEngine):
                 )
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Do nothing: there is no other driver."""
         return list(values)
 
 

@@ -51,7 +51,6 @@ class SilentCorruptionGuard(RunHook):
             )
 
     def step_hook(self, group: GroupContext, states: StateManager) -> SDCChecker:
-        """Return the checker of the group."""
         return SDCChecker(self.run, group.world, states.state, group.monitor.timer)
 
 
@@ -104,7 +103,6 @@ class SDCChecker(StepHook):
             self._recomputed = self._recompute(strategy)
 
     def close(self) -> None:
-        """Close the loader."""
         if self._loader is not None:
             self._loader.close()
 

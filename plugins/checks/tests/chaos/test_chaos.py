@@ -84,7 +84,7 @@ def test_one_worker_alone_goes_on_from_its_checkpoints(run_processes: Any, tmp_p
     ("options", "message"),
     [
         (("--kinds", "kill,fire"), "unknown kind 'fire'. Choose from kill, stop"),
-        (("--nproc", "2", "--kinds", "partition"), "needs several nodes"),
+        (("--nproc", "2", "--kinds", "partition"), "unknown kind 'partition'"),
         (("--nproc", "2", "--faults", "0"), "--faults must be at least 1"),
         (("--nproc", "2", "--recover", "none"), "a run under faults must use inplace"),
         (("--nproc", "auto"), "--nproc must be one number for paceline chaos"),

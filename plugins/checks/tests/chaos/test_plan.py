@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from paceline.core.errors import ConfigError
 from paceline_checks.fault_injection import KINDS, plan_faults
 
-AT_HOME = [kind for kind in KINDS if kind != "partition"]
-
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, Any]:
-    kinds = draw(st.lists(st.sampled_from(AT_HOME), min_size=1, unique=True))
+    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, unique=True))
     if ("leave" in kinds) != ("join" in kinds):
         kinds += ["join" if "leave" in kinds else "leave"]
     faults = draw(st.integers(1, 60))
@@ -77,7 +75,6 @@ def test_worlds_of_all_sizes_occur() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"kinds": ("kill", "partition")}, "--kinds partition needs several nodes"),
         ({"kinds": ()}, "--kinds must name at least one of kill, stop"),
         ({"kinds": ("kill", "kill")}, "--kinds must name each kind once"),
         ({"kinds": ("leave",)}, "leave and join need each other"),

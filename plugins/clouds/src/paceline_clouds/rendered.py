@@ -233,7 +233,6 @@ class Google(RenderedOnlyLauncher):
     files: ClassVar[FileSharing] = "image"
 
     def render(self, spec: LaunchSpec, options: GoogleOptions | None = None) -> RenderedJob:
-        """Render the CustomJobSpec as YAML."""
         options = options or GoogleOptions()
         refuse_secrets(spec.env, "Let the script read it from Secret Manager.")
         fixed_nodes(spec, self.name)

@@ -303,11 +303,7 @@ def _hyperparameters(name: str, source: str, spec: LaunchSpec, options: SageMake
 
 
 def _arguments_by_name(arguments: list[str], distribution: str) -> dict[str, str]:
-    """Return arguments by name, the only form of hyperparameters.
-
-    Raises:
-        ConfigError: an argument has no name or no value, or occurs twice.
-    """
+    """Return arguments by name, the only form of hyperparameters."""
     named: dict[str, str] = {}
     words = list(arguments)
     while words:
@@ -385,7 +381,6 @@ class SageMakerJob(PolledJob):
         self._client: Any = None
 
     def status(self) -> JobStatus:
-        """Return the status by DescribeTrainingJob."""
         job = self._request("describe the training job", "describe_training_job")
         transitions = [step["Status"] for step in job.get("SecondaryStatusTransitions", [])]
         restarts = transitions.count("Restarting")
@@ -549,7 +544,6 @@ class SageMaker(ClusterLauncher):
         return SageMakerJob({"id": name, "region": region, "nodes": spec.nodes[0]})
 
     def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
-        """Find the job by its name."""
         return SageMakerJob(reference)
 
 
@@ -559,10 +553,6 @@ def _create_job(once: Any, sagemaker: Any, request: Request) -> None:
     Args:
         once: a client that sends a request once.
         sagemaker: a client that retries.
-
-    Raises:
-        AwsApiError: the job does not exist.
-        LaunchError: AWS does not say whether it exists; says how to stop it.
     """
     name = request["TrainingJobName"]
     try:
@@ -580,11 +570,7 @@ def _create_job(once: Any, sagemaker: Any, request: Request) -> None:
 
 
 def _job_exists(sagemaker: Any, request: Request) -> bool:
-    """Return whether a job of this name exists that reads the request's source.
-
-    Raises:
-        LaunchError: AWS does not say; says how to stop it.
-    """
+    """Return whether a job of this name exists that reads the request's source."""
     name = request["TrainingJobName"]
     try:
         description = request_aws(

@@ -167,7 +167,6 @@ class EtcdLeadership:
         return self._take_actions()
 
     def heard(self, peer: str, message: ElectionMessage) -> list[Action]:
-        """Handle a message of a peer."""
         match message:
             case LeaderHeartbeat(term, node_set):
                 self._on_leader_heartbeat(peer, term, node_set)

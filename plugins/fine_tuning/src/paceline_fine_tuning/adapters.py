@@ -114,11 +114,7 @@ def _check_is_own(module: nn.Module, layers: list[str]) -> None:
 
 
 def require_peft() -> None:
-    """Import peft.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
+    """Import peft."""
     try:
         # It and what it calls would import bitsandbytes for layers that are not used here, which takes seconds.
         with silence_loggers(*NOISY), hide_modules("bitsandbytes"):

@@ -125,11 +125,7 @@ def fork_run(
 def _with_options(
     recorded: Mapping[str, Any], options: Mapping[str, int]
 ) -> tuple[dict[str, Any], dict[str, int | None]]:
-    """Return the options of the fork, and the recorded values of those that differ.
-
-    Raises:
-        ConfigError: ``epochs`` and ``max_steps`` are both given, or one is not positive.
-    """
+    """Return the options of the fork, and the recorded values of those that differ."""
     config = dict(recorded)
     if is_address(str(config.get("backup_to"))):
         del config["backup_to"]  # there is the other run
@@ -158,11 +154,7 @@ def _steps_per_epoch(source: RunDirectory, config: Mapping[str, Any]) -> int:
 def _at_epoch_ends(
     source: RunDirectory, step: int, steps: Mapping[int, Path], epochs: EpochSteps | None
 ) -> dict[int, Path]:
-    """Return the checkpoints with which an epoch is complete, so that other batches can follow.
-
-    Raises:
-        ConfigError: that of ``step`` is not one of them, or the data is a stream, whose epochs have unknown ends.
-    """
+    """Return the checkpoints with which an epoch is complete, so that other batches can follow."""
     if epochs is None:
         raise ConfigError(
             f"{source.path} is trained on a stream, of which other batches would have other samples: a fork of it "

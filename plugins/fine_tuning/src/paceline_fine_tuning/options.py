@@ -49,11 +49,7 @@ class Lora:
 
 
 def parse_lr_scale(text: str) -> tuple[str, float]:
-    """Parse "PATTERN=FACTOR".
-
-    Raises:
-        ConfigError: the text has another form, or the factor is not positive.
-    """
+    """Parse "PATTERN=FACTOR"."""
     pattern, _, factor = text.rpartition("=")
     try:
         value = float(factor)
@@ -69,11 +65,7 @@ def parse_lr_scale(text: str) -> tuple[str, float]:
 
 
 def parse_lora(text: str) -> Lora:
-    """Parse "rank=8,alpha=16,dropout=0.1,target=query|value"; alpha defaults to twice the rank.
-
-    Raises:
-        ConfigError: the text has another form, or a number is out of range.
-    """
+    """Parse "rank=8,alpha=16,dropout=0.1,target=query|value"; alpha defaults to twice the rank."""
     settings: dict[str, str] = {}
     for word in text.split(","):
         match = re.fullmatch(r"\s*(rank|alpha|dropout|target|quantize)\s*=\s*(\S+)\s*", word)

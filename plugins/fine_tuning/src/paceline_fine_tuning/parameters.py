@@ -27,9 +27,6 @@ def require_match(option: str, pattern: str, module: nn.Module, others: Iterable
     Args:
         option: the option's name, such as ``--freeze``.
         others: names that will do, too.
-
-    Raises:
-        ConfigError: with the nearest names.
     """
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     if any(matches(pattern, name) for name in (*parameters, *others)):

@@ -52,7 +52,6 @@ class FineTuning(ModelPreparation):
         return dict(weights) if lora is None else merge_adapters(weights, lora)
 
     def results(self, trainer: Trainer, group: GroupContext) -> Mapping[str, Any]:
-        """Measure the drift of the evaluated model from its pretrained weights."""
         run, world = trainer.run, group.world
         if self._options.init_from is None:
             return {}

@@ -36,11 +36,7 @@ def hide_modules(*names: str) -> Iterator[None]:
 
 
 def require_bitsandbytes() -> None:
-    """Import bitsandbytes.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
+    """Import bitsandbytes."""
     try:
         # With the package kernels, it would download code from the Hub and run it.
         with silence_loggers("bitsandbytes"), hide_modules("kernels"):

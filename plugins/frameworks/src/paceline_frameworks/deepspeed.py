@@ -141,11 +141,7 @@ Not Adagrad, which DeepSpeed rebuilds, so that schedulers lose it.
 
 
 def require_element_by_element(optimizers: Mapping[str, Optimizer]) -> Optimizer:
-    """Return the only optimizer, if DeepSpeed can shard it.
-
-    Raises:
-        ConfigError: there are several, or it cannot; lists those that work.
-    """
+    """Return the only optimizer, if DeepSpeed can shard it."""
     if len(optimizers) > 1:
         raise ConfigError(
             f"--strategy deepspeed works with one optimizer, but the task builds {len(optimizers)}: "

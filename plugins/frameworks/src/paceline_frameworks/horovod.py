@@ -82,7 +82,6 @@ class HorovodLauncher(ForegroundLauncher):
         return resolve_sizes(options.hosts if options is not None else None, nodes, nproc)
 
     def render(self, spec: LaunchSpec, options: HorovodOptions | None = None) -> RenderedJob:
-        """Render the horovodrun command."""
         options = options or HorovodOptions()
         refuse_unsupported(spec, self.name, resources=True, walltime=options.controller == "gloo")
         hosts = read_hosts(options.hosts) if options.hosts is not None else ()
@@ -106,7 +105,6 @@ class HorovodLauncher(ForegroundLauncher):
         return RenderedJob(spec=spec, options=options, commands=(command,))
 
     def submit(self, rendered: RenderedJob) -> JobHandle:
-        """Start horovodrun, or mpirun."""
         if isinstance(rendered, RenderedMpi):
             if not check_build(rendered.spec.python).controllers["MPI"]:
                 raise LaunchError(
@@ -303,9 +301,6 @@ def check_build(python: str = sys.executable) -> HorovodBuild:
 
     Args:
         python: the interpreter of the environment that is asked.
-
-    Raises:
-        LaunchError: Horovod is not installed there, or does not run.
     """
     program = find_horovodrun(python)
     _require_horovodrun(program)

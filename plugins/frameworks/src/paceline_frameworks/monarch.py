@@ -145,11 +145,7 @@ class MonarchJobController(ActorJobController):
         threading.Thread(target=self._greet, daemon=True).start()
 
     def _connect(self) -> None:
-        """Choose the address at which the hosts reach this process.
-
-        Raises:
-            LaunchError: a host does not answer.
-        """
+        """Choose the address at which the hosts reach this process."""
         deadline = time.monotonic() + _START_S
         while silent := {host: why for host in self._hosts.values() if (why := host.answers())}:
             is_starting = all(host.of_job for host in silent)
@@ -354,6 +350,5 @@ class Monarch(ForegroundLauncher):
         return RenderedJob(spec=spec, options=options, files={JOB_FILE: job.text}, commands=(command,))
 
     def submit(self, rendered: RenderedJob) -> JobHandle:
-        """Start the command."""
         starter = RankStarter(name="Monarch's controller", says_why=True)
         return ForegroundJob(SupervisedJob(rendered.commands, starter=starter), rendered.spec.directory)

@@ -47,11 +47,6 @@ class MonarchHost:
 
     @classmethod
     def parse(cls, text: str) -> MonarchHost:
-        """Parse an address.
-
-        Raises:
-            ConfigError: it has another form.
-        """
         match = _HOST.fullmatch(text)
         if match is None or not 0 < int(match["port"]) < 65536:
             raise ConfigError(f"--hosts must be addresses such as tcp://node0:26600, with commas, but has {text!r}.")

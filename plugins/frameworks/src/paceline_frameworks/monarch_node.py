@@ -38,12 +38,10 @@ class MonarchNode(Actor):  # type: ignore[misc] # the library is not typed
 
     @concurrent_endpoint
     async def name(self) -> str:
-        """Return the name of this host."""
         return os.uname().nodename
 
     @concurrent_endpoint
     async def can_listen(self, address: str, port: int) -> bool:
-        """Return whether no process listens at this port."""
         return can_listen(address, port)
 
     @concurrent_endpoint

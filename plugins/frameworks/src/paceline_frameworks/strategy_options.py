@@ -36,7 +36,6 @@ class DeepSpeedOptions(OptionGroup):
     )
 
     def check(self, config: RunConfig) -> None:
-        """Reject an average of parameters that no rank has."""
         if self.zero_stage == 3 and config.training.ema is not None:
             raise ConfigError(
                 "--ema does not work with --zero-stage 3, where no rank holds a full parameter. "

@@ -106,12 +106,7 @@ def _submit_functions(
     folder: str | Path | None,
     given: Mapping[str, Any],
 ) -> list[FunctionJob]:
-    """Submit one job for each call, of arguments and keyword arguments; on Slurm several are one array.
-
-    Raises:
-        ConfigError: an option is wrong, the folder is not private, or the jobs cannot be recorded; none is left.
-        LaunchError: submitit or Slurm refused.
-    """
+    """Submit one job for each call, of arguments and keyword arguments; on Slurm several are one array."""
     own = {key: value for key, value in given.items() if key not in _FUNCTION_OPTIONS}
     options = make_options(get_launcher("submitit"), {"executor": on, **own})
     nodes, nproc = given.get("nodes", 1), given.get("nproc", 1)
@@ -152,15 +147,14 @@ def _submit_functions(
             executor.update_parameters(**parameters)
             with executor.batch():
                 jobs = [executor.submit(wrapped, *args, **kwargs) for args, kwargs in calls]
-    except ConfigError:
-        _clear(private, fresh=fresh)
-        raise
-    except (FailedJobError, FailedSubmissionError, RuntimeError, OSError) as error:
-        _clear(private, fresh=fresh)
+    except (ConfigError, FailedJobError, FailedSubmissionError, RuntimeError, OSError, TypeError) as error:
+        if fresh:
+            shutil.rmtree(private, ignore_errors=True)
+        if isinstance(error, ConfigError):
+            raise
+        if isinstance(error, TypeError):
+            raise ConfigError(f"{name} or its arguments cannot be sent to another process: {error}.") from error
         raise submission_error(str(error), spec, options) from error
-    except TypeError as error:
-        _clear(private, fresh=fresh)
-        raise ConfigError(f"{name} or its arguments cannot be sent to another process: {error}.") from error
     handles = [_handle(job, options, private, nodes * nproc) for job in jobs]
     for handle in handles:
         try:
@@ -196,12 +190,6 @@ def _record(handle: FunctionJob, folder: Path, name: str) -> JobRecord:
         directory=str(folder),
         reference=handle.reference,
     )
-
-
-def _clear(folder: Path, *, fresh: bool) -> None:
-    """Leave nothing of a job that was not submitted."""
-    if fresh:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 # --- ``paceline.submit`` and ``paceline.submit_array`` ---

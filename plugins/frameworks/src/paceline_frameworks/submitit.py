@@ -207,7 +207,6 @@ class SubmititJob(PolledJob):
         return system
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """Return the output files of its tasks."""
         paths = [self._folder / f"{self.id}_{task}_log.{kind}" for task in range(self._tasks) for kind in self._kinds]
         # A controller on another machine is unknown here, and its tasks leave their codes all the same.
         ended = self.poller().ended if self._reference["executor"] == "slurm" else self._has_ended
@@ -251,7 +250,6 @@ class SubmititJob(PolledJob):
         return self._folder / f"{self.id}_cancelled"
 
     def _exit_codes(self) -> list[int]:
-        """Return the exit codes of the ended tasks."""
         codes = []
         for task in range(self._tasks):
             with suppress(OSError, ValueError):
@@ -300,7 +298,6 @@ class Submitit(ClusterLauncher):
     extra = "submitit"
 
     def render(self, spec: LaunchSpec, options: SubmititOptions | None = None) -> RenderedJob:
-        """Render the program that submits it."""
         options = replace(options or SubmititOptions(), stderr_to_stdout=True)
         if options.array_parallelism is not None:
             raise ConfigError("--array-parallelism is for paceline.submit_array(); a command is one job. Leave it out.")
@@ -331,7 +328,6 @@ class Submitit(ClusterLauncher):
         return RenderedJob(spec=spec, options=options, files={SUBMIT: program}, commands=(submit,))
 
     def submit(self, rendered: RenderedJob) -> JobHandle:
-        """Run the program."""
         spec, options = rendered.spec, rendered.options
         require_submitit()
         folder = make_private(spec.directory / FOLDER)
@@ -341,7 +337,6 @@ class Submitit(ClusterLauncher):
         return SubmititJob.submitted(number, options.executor, folder, tasks=tasks, is_command=True)
 
     def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
-        """Find the job by its folder and number."""
         return SubmititJob(reference)
 
 

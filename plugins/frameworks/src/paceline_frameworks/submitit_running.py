@@ -44,11 +44,7 @@ def make_private(folder: Path) -> Path:
 
 
 def check_private(folder: Path) -> None:
-    """Reject a folder whose pickles another user may have written.
-
-    Raises:
-        ConfigError: it is a link, another user's, or open to others.
-    """
+    """Reject a folder whose pickles another user may have written."""
     try:
         status = folder.lstat()
     except OSError as error:
@@ -92,11 +88,7 @@ class StartCommand:
         self.each = each
 
     def __call__(self) -> int:
-        """Run it; return 0.
-
-        Raises:
-            LaunchError: it failed.
-        """
+        """Run it; return 0."""
         import submitit
 
         task = submitit.JobEnvironment()

@@ -52,6 +52,10 @@ class KubernetesApiError(LaunchError):
         self.lost = lost or status >= 500
 
 
+class _MissingError(KubernetesApiError):
+    """The server has no such object, or does not know its kind."""
+
+
 class KubernetesCluster:
     """One namespace of a cluster, described by a kubeconfig or by the pod of this process.
 
@@ -63,6 +67,7 @@ class KubernetesCluster:
 
     Raises:
         LaunchError: the kubernetes library is not installed, or no cluster is configured.
+        KubernetesApiError: (from the methods) with the server's message.
     """
 
     def __init__(self, namespace: str, context: str | None) -> None:
@@ -99,53 +104,27 @@ class KubernetesCluster:
         self._core = kubernetes.client.CoreV1Api(client)
 
     def create(self, manifest: Manifest) -> Manifest:
-        """Create an object and return the server's copy.
-
-        Raises:
-            KubernetesApiError: with the server's message.
-        """
+        """Create an object and return the server's copy."""
         name = str(manifest["metadata"]["name"])
         return self._call("create", manifest["kind"], name, body=manifest, field_validation="Strict")
 
     def get(self, kind: str, name: str) -> Manifest | None:
-        """Return an object, or None if it does not exist.
-
-        Raises:
-            KubernetesApiError: with the server's message.
-        """
-        try:
+        """Return an object, or None if it does not exist."""
+        with suppress(_MissingError):
             return self._call("get", kind, name)
-        except KubernetesApiError as error:
-            if error.status == 404:
-                return None
-            raise
+        return None
 
     def patch(self, kind: str, name: str, change: Manifest) -> None:
-        """Change an object with a merge patch (RFC 7386).
-
-        Raises:
-            KubernetesApiError: with the server's message.
-        """
+        """Change an object with a merge patch (RFC 7386)."""
         self._call("patch", kind, name, body=change)
 
     def delete(self, kind: str, name: str) -> None:
-        """Delete an object with everything that it owns, if it exists.
-
-        Raises:
-            KubernetesApiError: with the server's message.
-        """
-        try:
+        """Delete an object with everything that it owns, if it exists."""
+        with suppress(_MissingError):
             self._call("delete", kind, name, propagation_policy="Background")
-        except KubernetesApiError as error:
-            if error.status != 404:
-                raise
 
     def pods(self, selector: str) -> list[Manifest]:
-        """Return the pods with these labels, ordered by index.
-
-        Raises:
-            KubernetesApiError: with the server's message.
-        """
+        """Return the pods with these labels, ordered by index."""
         pod_list = self._answer(
             "list pods",
             lambda: self._core.list_namespaced_pod(
@@ -155,11 +134,7 @@ class KubernetesCluster:
         return sorted(pod_list["items"], key=pod_index)
 
     def log(self, pod: str, *, follow: bool) -> Iterator[str]:
-        """Yield a pod's output by lines, until it ends with ``follow``; nothing if it has not started.
-
-        Raises:
-            KubernetesApiError: with the server's message.
-        """
+        """Yield a pod's output by lines, until it ends with ``follow``; nothing if it has not started."""
         from urllib3.exceptions import HTTPError
 
         try:
@@ -249,7 +224,7 @@ class KubernetesCluster:
             409: "Give another --name.",
             422: "See the manifest with --dry-run.",
         }.get(status, "")
-        return KubernetesApiError(
+        return (_MissingError if status == 404 else KubernetesApiError)(
             f"the Kubernetes API server refused to {what}: {words.strip().rstrip('.')}. {advice}".rstrip(),
             status,
         )

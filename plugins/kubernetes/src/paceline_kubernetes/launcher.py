@@ -73,16 +73,11 @@ class Kubernetes(ClusterLauncher):
         return KubernetesJob(reference, cluster)
 
     def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
-        """Find the job by its name."""
         return KubernetesJob(reference)
 
 
 def _create(cluster: KubernetesCluster, manifest: Manifest) -> Manifest:
-    """Create an object and return the server's copy, even if the answer was lost.
-
-    Raises:
-        KubernetesApiError: with the server's message.
-    """
+    """Create an object and return the server's copy, even if the answer was lost."""
     try:
         return cluster.create(manifest)
     except KubernetesApiError as error:
@@ -96,11 +91,7 @@ def _create(cluster: KubernetesCluster, manifest: Manifest) -> Manifest:
 
 
 def _delete(cluster: KubernetesCluster, objects: Sequence[Manifest], error: BaseException) -> None:
-    """Delete the objects of a job that could not be submitted.
-
-    Raises:
-        LaunchError: some objects may remain; says how to delete them.
-    """
+    """Delete the objects of a job that could not be submitted."""
     remaining = []
     for manifest in objects:
         kind, name = manifest["kind"], manifest["metadata"]["name"]

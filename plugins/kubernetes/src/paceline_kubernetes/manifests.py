@@ -379,12 +379,10 @@ class InferenceService:
 
     @property
     def uri(self) -> str | None:
-        """Return the URI that KServe downloads, if any."""
         return next((package for package in self.packages if _URI.fullmatch(package)), None)
 
     @property
     def service_name(self) -> str:
-        """Return the service's name in Kubernetes."""
         return self.name or PurePosixPath(self.packages[0]).name
 
     @property

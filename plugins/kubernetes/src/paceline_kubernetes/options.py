@@ -106,7 +106,6 @@ class KubernetesOptions:
         return parse_claims(self.volume)
 
     def secrets(self) -> dict[str, tuple[str, str]]:
-        """Return the secret and its key of each variable."""
         secrets = {}
         for word in self.secret:
             match = _SECRET.fullmatch(word)
@@ -116,7 +115,6 @@ class KubernetesOptions:
         return secrets
 
     def labels(self) -> dict[str, str]:
-        """Return the labels of all created objects."""
         return _pairs("--label", self.label)
 
     def selector(self) -> dict[str, str]:
@@ -124,7 +122,6 @@ class KubernetesOptions:
         return _pairs("--node-selector", self.node_selector)
 
     def tolerations(self) -> list[dict[str, str]]:
-        """Return the tolerations of the pods."""
         tolerations = []
         for word in self.toleration:
             match = _TOLERATION.fullmatch(word)
@@ -139,7 +136,6 @@ class KubernetesOptions:
         return tolerations
 
     def resources(self) -> dict[str, str]:
-        """Return the further resources of each pod."""
         resources = {}
         for word in self.resource:
             match = _RESOURCE.fullmatch(word)
@@ -153,16 +149,11 @@ class KubernetesOptions:
         return int(parse_duration_s(self.grace, "grace"))
 
     def holds(self, path: PurePosixPath) -> bool:
-        """Return whether a path is in one of the volumes."""
         return any(path.is_relative_to(mount) for mount in self.claims().values())
 
 
 def parse_claims(words: Iterable[str]) -> dict[str, str]:
-    """Parse CLAIM:/PATH into the mount point of each persistent volume claim.
-
-    Raises:
-        ConfigError: a word has another form, or repeats a claim or path.
-    """
+    """Parse CLAIM:/PATH into the mount point of each persistent volume claim."""
     claims: dict[str, str] = {}
     for word in words:
         match = _CLAIM.fullmatch(word)

@@ -79,11 +79,7 @@ _CALLBACKS = (
 
 
 def refuse_hooks(module: LightningModule) -> None:
-    """Reject a module that overrides hooks without support.
-
-    Raises:
-        TaskError: names the hook, and what to use instead.
-    """
+    """Reject a module that overrides hooks without support."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise TaskError(
@@ -99,11 +95,7 @@ def refuse_hooks(module: LightningModule) -> None:
 
 
 def refuse_callbacks(given: list[Any]) -> None:
-    """Refuse callbacks that do what Paceline does, or what it cannot keep.
-
-    Raises:
-        TaskError: names the callback, and what to use instead.
-    """
+    """Refuse callbacks that do what Paceline does, or what it cannot keep."""
     for callback in given:
         for kind, instead in _CALLBACKS:
             if isinstance(callback, kind):
@@ -157,7 +149,6 @@ class Schedulers:
         self.batch_idx = 0
 
     def step(self) -> None:
-        """Count an optimizer step."""
         for config in self._configs:
             if config.interval == "step" and (self.batch_idx + 1) % config.frequency == 0:
                 config.scheduler.step()
@@ -183,11 +174,9 @@ class Schedulers:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all schedulers."""
         return {"_schedulers": [config.scheduler.state_dict() for config in self._configs]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
         for config, inner in zip(self._configs, state["_schedulers"], strict=True):
             config.scheduler.load_state_dict(inner)
 
@@ -308,37 +297,30 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
 
     @property
     def current_epoch(self) -> int:
-        """Epochs done."""
         return self.epochs_done
 
     @property
     def global_step(self) -> int:
-        """Steps done."""
         return self.steps_done
 
     @property
     def global_rank(self) -> int:
-        """Of the group as it is now."""
         return 0 if self._group is None else self._group.rank
 
     @property
     def local_rank(self) -> int:
-        """Among the ranks of this machine."""
         return 0 if self._group is None else self._group.local_rank
 
     @property
     def world_size(self) -> int:
-        """Of the group as it is now."""
         return 1 if self._group is None else self._group.world_size
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
         return self.global_rank == 0
 
     @property
     def num_training_batches(self) -> int | float:
-        """Steps an epoch."""
         return self.run_schedule.steps_per_epoch or float("inf")
 
     @property
@@ -353,7 +335,6 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
 
     @property
     def max_steps(self) -> int:
-        """Steps of the whole run."""
         return self.run_schedule.total_steps or -1
 
     @property
@@ -372,13 +353,11 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
         return {}
 
     def fit(self, *arguments: Any, **options: Any) -> NoReturn:
-        """Refused."""
         raise TaskError("Paceline trains: trainer.fit(), validate(), test() and predict() cannot be called.")
 
     validate = test = predict = fit
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> NoReturn:
-        """Refused."""
         raise TaskError("Paceline saves checkpoints (--checkpoint-every); trainer.save_checkpoint() cannot.")
 
 
@@ -456,7 +435,6 @@ class LightningBridge(Callback):
     # --- the parts
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer of ``configure_optimizers``, and its schedulers."""
         optimizer, configs = configure_optimizer(self.module)
         self.schedulers = Schedulers(configs)
         strategy = self.trainer.strategy
@@ -728,11 +706,7 @@ class LightningBridge(Callback):
         return {name: float(entry.value) for name, entry in self._logged.items() if entry.to_logger}
 
     def _agreed(self, logged: dict[str, float], hook: str) -> dict[str, float]:
-        """Return a hook's logged values, which must be equal on all ranks; note if any rank's callback stops.
-
-        Raises:
-            TaskError: they differ: the hook used data that only one rank has.
-        """
+        """Return a hook's logged values, which must be equal on all ranks; note if any rank's callback stops."""
         assert self._group is not None
         answers = self._group.gather([{n: repr(v) for n, v in logged.items()}, bool(self.trainer.should_stop)])
         self.should_stop = self.trainer.should_stop = any(stop for _, stop in answers)

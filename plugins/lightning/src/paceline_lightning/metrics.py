@@ -81,18 +81,7 @@ class StepLog:
                 f"self.log({late!r}, ..., on_epoch=True) was not called in the run's first steps. Log it in "
                 "every step, so that the ranks know of it."
             )
-        mine = [
-            [
-                name,
-                microbatch,
-                float(entry.value),
-                entry.weight,
-                entry.on_step,
-                entry.on_epoch,
-                entry.to_logger,
-            ]
-            for (name, microbatch), entry in entries.items()
-        ]
+        mine = [(*key, float(e.value), e.weight, e.on_step, e.on_epoch, e.to_logger) for key, e in entries.items()]
         # By name and micro-batch: one that two ranks have computed counts once.
         found = {(row[0], row[1]): row for of_rank in gather(mine) for row in of_rank}
         sums: dict[str, list[list[float]]] = {}
@@ -113,11 +102,9 @@ class StepLog:
         return means, {name: mean for name, mean in means.items() if self._to_logger.get(name, True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch's sums so far."""
         return {"epoch": {name: [list(part) for part in totals] for name, totals in self._epoch.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
         self._entries = {}
         self._epoch = {name: [list(part) for part in totals] for name, totals in state["epoch"].items()}
 
@@ -194,7 +181,6 @@ class MetricRecorder:
 
     @property
     def paths(self) -> list[str]:
-        """Where the metrics are in the module."""
         return list(self._taps)
 
     def share(self, module: nn.Module) -> None:
@@ -204,7 +190,6 @@ class MetricRecorder:
             setattr(module.get_submodule(parent), name, tap.metric)
 
     def on_batch_begin(self) -> None:
-        """Forget the batch before."""
         for tap in self._taps.values():
             tap.begin()
 
@@ -222,7 +207,6 @@ class MetricRecorder:
         return next((path for path, tap in self._taps.items() if tap.metric is metric), None)
 
     def batch_value(self, path: str) -> Any:
-        """Return a metric's value for the batch alone."""
         return self._taps[path].scratch.compute()
 
     def replay(self, path: str) -> _RecordedMetric:
@@ -251,11 +235,9 @@ class Replayed:
         return []
 
     def reset(self) -> None:
-        """Begin a split."""
         self._taps().replay(self._path).reset()
 
     def update(self, *calls: Any) -> None:
-        """Take in what a block's calls were given."""
         self._taps().replay(self._path).update(calls)
 
     def compute(self) -> torch.Tensor:

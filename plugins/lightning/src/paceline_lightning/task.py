@@ -73,7 +73,6 @@ class LoadedData:
         self._datasets: dict[str, Any] = {"train": train.dataset}
 
     def dataset(self, split: str) -> Any:
-        """Return the dataset of a split, or None if it has none."""
         if split not in self._datasets:
             loader = self._loader(split)
             if loader is not None and loader.collate_fn != self.collate:

@@ -139,11 +139,7 @@ def gather_requests(group: GroupContext) -> ControlFlags:
 
 
 def require_no_callback(run: RunContext, states: StateManager) -> None:
-    """Refuse a task with a callback: all ranks call it alike, and they do not do alike.
-
-    Raises:
-        TaskError: it has one.
-    """
+    """Refuse a task with a callback: all ranks call it alike, and they do not do alike."""
     if type(states.state.callback) is not Callback:
         raise TaskError(
             f"--strategy {run.config.strategies[0]} does not work with the callback of {run.task_name}, which "
@@ -152,11 +148,7 @@ def require_no_callback(run: RunContext, states: StateManager) -> None:
 
 
 def require_asynchronous(run: RunContext, states: StateManager) -> None:
-    """Refuse what cannot be trained by steps that are computed out of turn.
-
-    Raises:
-        UserError: says why.
-    """
+    """Refuse what cannot be trained by steps that are computed out of turn."""
     require_no_callback(run, states)
     if isinstance(states.loader, StreamLoader):
         raise ConfigError(

@@ -107,7 +107,6 @@ class SharedModel:
         return taken
 
     def applied(self) -> int:
-        """Return the number of updates."""
         return int(self._counters[_APPLIED])
 
     def apply(self) -> int:

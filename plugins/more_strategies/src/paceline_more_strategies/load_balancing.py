@@ -289,11 +289,9 @@ class LoadBalancer(StepHook):
         return self._splitter.work_split + self._spares
 
     def before_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
-        """Begin to measure."""
         self._meter.begin()
 
     def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
-        """End, and count the micro-batches."""
         self._meter.end(len(microbatches))
 
     def report(self, flags: ControlFlags) -> ControlFlags:

@@ -103,7 +103,6 @@ class OuterOptimizer:
         foreach_copy_(self._parameters, self._base)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the momentum."""
         return named_state(self._optimizer.state_dict(), self._names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -204,7 +203,6 @@ class LocalSGD(StepHook):
         return dataclasses.replace(sums, rows=[header[:ROW_LENGTH] for header in headers])
 
     def close(self) -> None:
-        """Free the memory that the ranks share."""
         self._averager.close()
 
 
@@ -289,11 +287,7 @@ class LocalSGDEngine(SyncEngine):
 
     @staticmethod
     def validate(run: RunContext, states: StateManager) -> None:
-        """Reject streams, whose end all ranks would have to agree on in every step.
-
-        Raises:
-            ConfigError: the training data are streams.
-        """
+        """Reject streams, whose end all ranks would have to agree on in every step."""
         if run.data.order is None:
             raise ConfigError(
                 "--local-sgd-steps needs a dataset with a length: the end of a stream is agreed on in every step. "
@@ -311,6 +305,5 @@ class LocalSGDEngine(SyncEngine):
         return self._local_sgd.commit(epoch, step_in_epoch, sums, row, record)
 
     def close(self) -> None:
-        """Free the memory that the ranks share."""
         if self._local_sgd is not None:
             self._local_sgd.close()

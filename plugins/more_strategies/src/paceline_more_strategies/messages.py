@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import distributed as dist
@@ -55,11 +55,9 @@ class TensorBundle:
         ]
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors into the bundle."""
         self._copy(self.views, tensors)
 
     def unpack(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the bundle into the tensors."""
         self._copy(tensors, self.views)
 
     def send(self, world: World, peer: int, tag: int) -> None:
@@ -69,7 +67,6 @@ class TensorBundle:
                 dist.send(flat, group=world.group, tag=tag, group_dst=peer)
 
     def receive(self, world: World, peer: int, tag: int) -> None:
-        """Receive the peer's bundle with this tag."""
         with translate_peer_errors():
             for flat in self._flats.values():
                 dist.recv(flat, group=world.group, tag=tag, group_src=peer)
@@ -115,7 +112,6 @@ class AnySourceReceiver:
             threading.Thread(target=self._listen, args=(peer,), name=f"from-{peer}", daemon=True).start()
 
     def expect(self, peer: int) -> None:
-        """Expect a message from a peer."""
         self._expected[peer].put(True)
 
     def next(self, peer: int | None = None) -> tuple[int, list[float]]:
@@ -142,7 +138,6 @@ class AnySourceReceiver:
             self._pending[sender] = message
 
     def close(self) -> None:
-        """End the threads."""
         for expected in self._expected.values():
             expected.put(False)
 
@@ -201,7 +196,9 @@ class ParameterAverager:
         """
         transport = self._transport_for(tensors)
         grad_buffer = transport.grad_buffers[0]
-        _pack(tensors, grad_buffer)
+        parts = list(_parts(grad_buffer, tensors))
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.copy_(tensor.detach())
         if self._weight != 1:
             for flat_buffer in grad_buffer.values():
                 flat_buffer.mul_(self._weight)
@@ -214,11 +211,12 @@ class ParameterAverager:
         self._world.progress_tracker.end_collective()
         for dtype, flat_buffer in grad_buffer.items():
             flat_buffer.div_(self._total, rounding_mode=None if dtype.is_floating_point else "floor")
-        _unpack(grad_buffer, tensors)
+        with torch.no_grad():
+            for part, tensor in zip(parts, tensors, strict=True):
+                tensor.copy_(part)
         return headers
 
     def close(self) -> None:
-        """Free the shared memory."""
         if self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -250,20 +248,11 @@ def _sum_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.int64
 
 
-def _pack(tensors: Sequence[torch.Tensor], grad_buffer: GradBuffer) -> None:
+def _parts(grad_buffer: GradBuffer, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield each tensor's part of the flat buffer of its dtype, in the tensor's shape."""
     start = dict.fromkeys(grad_buffer, 0)
     for tensor in tensors:
         dtype = _sum_dtype(tensor)
         stop = start[dtype] + tensor.numel()
-        grad_buffer[dtype][start[dtype] : stop].copy_(tensor.detach().reshape(-1))
-        start[dtype] = stop
-
-
-def _unpack(grad_buffer: GradBuffer, tensors: Sequence[torch.Tensor]) -> None:
-    start = dict.fromkeys(grad_buffer, 0)
-    for tensor in tensors:
-        dtype = _sum_dtype(tensor)
-        stop = start[dtype] + tensor.numel()
-        with torch.no_grad():
-            tensor.copy_(grad_buffer[dtype][start[dtype] : stop].view(tensor.shape))
+        yield grad_buffer[dtype][start[dtype] : stop].view(tensor.shape)
         start[dtype] = stop

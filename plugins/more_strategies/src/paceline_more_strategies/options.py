@@ -247,13 +247,11 @@ class _ParameterServer(_WithoutScaler):
         return config[ServerOptions].ps_mode != "sync"
 
     def num_servers(self, config: RunConfig, world_size: int) -> int:
-        """The first ranks."""
         return config[ServerOptions].servers_of(world_size)
 
 
 class _Hogwild(_WithoutScaler):
     def is_asynchronous(self, config: RunConfig) -> bool:
-        """Always."""
         return True
 
 

@@ -76,7 +76,6 @@ class OptimizerServers:
 
     @property
     def is_server(self) -> bool:
-        """Whether this rank is one."""
         return self._world.rank < self.number
 
     def update(self, finite: bool) -> None:
@@ -223,7 +222,6 @@ class AsyncServerEngine(Engine):
             self._inbox = AnySourceReceiver(world, self._workers, _PUSH_LENGTH, _Tag.HEADER)
 
     def close(self) -> None:
-        """Receive no more."""
         if self._inbox is not None:
             self._inbox.close()
 

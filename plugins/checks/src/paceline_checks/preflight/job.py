@@ -83,12 +83,7 @@ def local_ranks(spec: LaunchSpec, command: tuple[str, ...], options: RendezvousO
 
 
 def check_locally(spec: LaunchSpec) -> tuple[int, PreflightReport | None]:
-    """Run the ranks of :func:`local_ranks`; return their exit code and the report, if there is one.
-
-    Raises:
-        LaunchError: they could not be started.
-        ConfigError: they could not reach each other, for which torch would try for minutes.
-    """
+    """Run the ranks of :func:`local_ranks`; return their exit code and the report, if there is one."""
     if spec.local_world_size > 1:
         require_loopback()
     with tempfile.TemporaryDirectory(prefix=own_prefix("preflight")) as directory:

@@ -78,12 +78,7 @@ def main(text: str, file: Path) -> int:
 
 
 def _check(spec: PreflightSpec, environment: Environment) -> PreflightReport:
-    """Check the nodes together with the other ranks.
-
-    Raises:
-        PeerLostError: on ranks above 0: another rank is missing.
-        ConfigError: rank 0 cannot listen.
-    """
+    """Check the nodes together with the other ranks."""
     from paceline.parallel.peer_errors import translate_peer_errors
     from paceline.parallel.rendezvous import rendezvous
 

@@ -46,12 +46,10 @@ class PreflightReport(Struct, frozen=True, kw_only=True):
 
     @property
     def status(self) -> Status:
-        """Return the worst status."""
         statuses = {check.status for check in self.checks}
         return "fail" if "fail" in statuses else "warn" if "warn" in statuses else "pass"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON types, with its status."""
         return {"status": self.status, **to_builtins(self)}
 
 
@@ -84,7 +82,6 @@ class PreflightSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     before_job: bool = False
 
     def processes_on(self, node_rank: int) -> int:
-        """Return the number of processes of a node."""
         return self.nproc[node_rank] if len(self.nproc) > 1 else self.nproc[0]
 
     def command(self, python: str) -> tuple[str, ...]:

@@ -136,11 +136,7 @@ def select_cases(text: str | None) -> tuple[StrategyCase, ...]:
 
 
 def parse_worlds(text: str) -> tuple[int, ...]:
-    """Return the numbers of processes that ``--worlds`` names, ascending.
-
-    Raises:
-        ConfigError: an entry is not a number, or below 1.
-    """
+    """Return the numbers of processes that ``--worlds`` names, ascending."""
     worlds = set()
     for word in text.split(","):
         if not word.strip().isdecimal() or int(word) < 1:
@@ -195,11 +191,7 @@ class VerificationRequest:
     steps: int
 
     def check(self) -> None:
-        """Check that the request can be verified.
-
-        Raises:
-            UserError: says what to change.
-        """
+        """Check that the request can be verified."""
         check_spec(self.task)
         if self.steps < 1:
             raise ConfigError(f"--steps must be at least 1, but is {self.steps}.")

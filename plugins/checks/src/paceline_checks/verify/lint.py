@@ -136,7 +136,6 @@ class LintContext:
 
     @cached_property
     def splits(self) -> Mapping[str, Any]:
-        """The datasets."""
         return {name: build_split(self.task, self.config.training.seed, name) for name in _SPLITS}
 
     def sample(self, dataset: Any, number: int) -> Any:

@@ -37,11 +37,7 @@ AVERAGE = "the average of "
 
 
 def require_comparable(run: RunContext) -> None:
-    """Refuse a run that the loop does not compute.
-
-    Raises:
-        TaskError, ConfigError: says why.
-    """
+    """Refuse a run that the loop does not compute."""
     name = type(run.task).__name__
     if overrides_train_step(run.task):
         raise TaskError(f"{name} defines train_step, so its step is not the one of the loop.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import logging
 import math
@@ -33,10 +32,11 @@ from paceline.core.plugins import import_object
 from paceline.core.signals import dump_stacks_on_signal
 from paceline.core.task import BatchInfo, Callback, LossResult, RunSchedule, Task
 from paceline.core.task_loading import TaskReference, parse_assignments
+from paceline.data.samples import digest_of
 from paceline.parallel.device import choose_device
 from paceline.parallel.sharded_state import gather_full
 from paceline.parallel.strategy_selection import memory_per_process
-from paceline.runs.checkpoint_state import bytes_of, model_sha256
+from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.checkpoint_store import newest_verified
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import read_failure, record_failure
@@ -330,7 +330,7 @@ class Recorder(Callback):
                 distance = self._watch.reference.distance(self._step, kind, name, full)
             if self._watch.writer is not None:
                 self._watch.writer.add(kind, name, full)
-            digests[name] = [digest(full), distance]
+            digests[name] = [digest_of(full).hex(), distance]
         return digests
 
     def _forward(self, name: str, output: Any) -> None:
@@ -346,7 +346,7 @@ class Recorder(Callback):
                     "call": self._calls,
                     "module": name,
                     "shape": list(value.shape),
-                    "digest": digest(value),
+                    "digest": digest_of(value).hex(),
                     "norm": float(value.double().norm()),
                     "projection": _projection(value),
                 }
@@ -363,12 +363,6 @@ def _projection(tensor: torch.Tensor) -> float:
     generator = torch.Generator().manual_seed(tensor.numel())
     signs = torch.randint(0, 2, (tensor.numel(),), generator=generator, dtype=torch.float64) * 2 - 1
     return float(tensor.cpu().double().reshape(-1) @ signs)
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """Return a digest of dtype, shape and values."""
-    text = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
-    return hashlib.blake2b(text + bytes_of(tensor), digest_size=12).hexdigest()
 
 
 # --- Simulation of a case that is compared with its own reference, in one process ---
