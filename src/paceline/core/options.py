@@ -35,6 +35,17 @@ def at_least(name: str, value: int, low: int) -> None:
         raise ConfigError(f"{flag(name)} must be at least {low}, but is {value}.")
 
 
+def require_form(flag: str, pattern: str | re.Pattern[str], text: str, form: str) -> re.Match[str]:
+    """Match the whole text of an option, given as ``--name``.
+
+    Raises:
+        ConfigError: it must be ``form``, but is the text.
+    """
+    if (match := re.fullmatch(pattern, text)) is None:
+        raise ConfigError(f"{flag} must be {form}, but is {text!r}.")
+    return match
+
+
 Duration = float
 """In seconds."""
 

@@ -20,6 +20,7 @@ from typing import IO
 from paceline.core import parent_death
 from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.options import at_least, require_form
 from paceline.core.signals import (
     STOP_SIGNALS,
     StopRequests,
@@ -495,11 +496,9 @@ class SshOptions:
 
     def __post_init__(self) -> None:
         for name in ("connect_timeout", "lost_after"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, but is {getattr(self, name)}.")
+            at_least(name, getattr(self, name), 1)
         for text in self.ssh_option:
-            if "=" not in text:
-                raise ConfigError(f"--ssh-option must be NAME=VALUE, such as Port=2222, but is {text!r}.")
+            require_form("--ssh-option", ".*=.*", text, "NAME=VALUE, such as Port=2222")
 
     @property
     def machines(self) -> tuple[Host, ...]:

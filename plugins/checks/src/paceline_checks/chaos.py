@@ -20,6 +20,7 @@ import tomli_w
 from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import ConfigError, LaunchError, RunDirectoryError
+from paceline.core.options import at_least
 from paceline.core.owned_names import own_prefix, remove_leftovers
 from paceline.core.stats import percentile
 from paceline.data.audit import audit
@@ -247,8 +248,7 @@ def _resolve(
         raise ConfigError(
             f"--recover {explicit['recover']}: a run under faults must use inplace. Leave the option out."
         )
-    if faults < 1:
-        raise ConfigError(f"--faults must be at least 1, but is {faults}.")
+    at_least("faults", faults, 1)
     options = {"on": "spawn", "checkpoint_every": (_CHECKPOINT_EVERY,), **explicit}
     config = config_from_mapping(options, "the command line")
     check_kinds(kinds, _nproc(config))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.errors import ConfigError
+from paceline.core.options import at_least
 from paceline_checks.bench_report import ReportTable, describe_machine, line_chart, size_text
 
 if TYPE_CHECKING:
@@ -155,11 +156,8 @@ class CommunicationPlan:
     interface: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("nproc", "iterations"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} must be at least 1, but is {getattr(self, name)}.")
-        if self.warmup < 0:
-            raise ConfigError(f"--warmup must be 0 or more, but is {self.warmup}.")
+        for name, least in (("nproc", 1), ("iterations", 1), ("warmup", 0)):
+            at_least(name, getattr(self, name), least)
         if self.mode != "process-per-device" and self.backend == "mpi":
             raise ConfigError(f"--mode {self.mode} does not work with --backend mpi: an MPI rank is a process.")
         if self.mode == "one-process" and self.backend != "nccl":

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
-from paceline.core.options import parse_duration_s
+from paceline.core.options import at_least, parse_duration_s, require_form
 from paceline.launch.launcher import option
 
 DISTRIBUTIONS = {
@@ -15,6 +14,8 @@ DISTRIBUTIONS = {
     "smdistributed": "sagemaker_distributed_dataparallel_enabled",
 }
 """SageMaker's own ways to start the ranks, and their names in its training toolkit."""
+
+_S3, _S3_FORM = r"s3://[a-z0-9][a-z0-9.-]{2,62}(/.*)?", "s3://BUCKET/PREFIX, with a bucket of 3 to 63 characters"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,21 +52,16 @@ class SageMakerOptions:
         ):
             if not value:
                 raise ConfigError(f"--on sagemaker needs {flag}, such as {example}.")
-        if not re.fullmatch(r"arn:aws[a-z-]*:iam::\d{12}:role/.+", self.role or ""):
-            raise ConfigError(f"--role must be such as arn:aws:iam::123456789012:role/NAME, but is {self.role!r}.")
-        if not re.fullmatch(r"ml\.[a-z0-9-]+\.[a-z0-9-]+", self.instance_type or ""):
-            raise ConfigError(f"--instance-type must be such as ml.g5.12xlarge, but is {self.instance_type!r}.")
-        for flag, value in (("--s3", self.s3), ("--checkpoints", self.checkpoints)):
-            if value is not None and not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{2,62}(/.*)?", value):
-                raise ConfigError(
-                    f"{flag} must be s3://BUCKET/PREFIX, with a bucket of 3 to 63 characters, but is {value!r}."
-                )
-        if self.distribution is not None and self.distribution not in DISTRIBUTIONS:
-            raise ConfigError(
-                f"--distribution must be one of {', '.join(DISTRIBUTIONS)}, but is {self.distribution!r}."
-            )
-        if self.volume_gb < 1:
-            raise ConfigError(f"--volume-gb must be at least 1, but is {self.volume_gb}.")
+        for flag, text, pattern, form in (
+            ("--role", self.role, r"arn:aws[a-z-]*:iam::\d{12}:role/.+", "such as arn:aws:iam::123456789012:role/NAME"),
+            ("--instance-type", self.instance_type, r"ml\.[a-z0-9-]+\.[a-z0-9-]+", "such as ml.g5.12xlarge"),
+            ("--s3", self.s3, _S3, _S3_FORM),
+            ("--checkpoints", self.checkpoints, _S3, _S3_FORM),
+            ("--distribution", self.distribution, "|".join(DISTRIBUTIONS), f"one of {', '.join(DISTRIBUTIONS)}"),
+        ):
+            if text is not None:
+                require_form(flag, pattern, text, form)
+        at_least("volume_gb", self.volume_gb, 1)
         self.max_wait_s()
         self.tags()
 
@@ -75,8 +71,5 @@ class SageMakerOptions:
 
     def tags(self) -> list[dict[str, str]]:
         """Return the tags in the API's form."""
-        pairs = [word.partition("=") for word in self.tag]
-        for key, equals, value in pairs:
-            if not key or not equals:
-                raise ConfigError(f"--tag must be KEY=VALUE, but is {key + equals + value!r}.")
-        return [{"Key": key, "Value": value} for key, _, value in pairs]
+        pairs = [require_form("--tag", r"([^=]+)=(.*)", word, "KEY=VALUE") for word in self.tag]
+        return [{"Key": pair[1], "Value": pair[2]} for pair in pairs]

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import psutil
 
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.options import flag
+from paceline.core.options import at_least, flag
 from paceline.core.plugins import install_command
 from paceline.launch.job_logs import follow_files
 from paceline.launch.launcher import Command, JobHandle, JobStatus, LaunchSpec, RenderedJob, option
@@ -67,8 +67,8 @@ class SubmititOptions:
             raise ConfigError(f"--executor must be slurm or local, but is {self.executor!r}.")
         for name, least in (("max_requeues", 0), ("signal_delay_s", 1), ("array_parallelism", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{flag(name)} must be at least {least}, but is {value}.")
+            if value is not None:
+                at_least(name, value, least)
         for word in self.slurm:
             if not word.partition("=")[1]:
                 raise ConfigError(f"--slurm must be KEY=VALUE, such as --slurm nice=100, but is {word!r}.")

@@ -11,10 +11,11 @@ from typing import Any
 
 from paceline.core.environment import HOSTS, NODES
 from paceline.core.errors import RESTART_EXIT_CODE, ConfigError
+from paceline.core.options import require_form
 from paceline.launch.launcher import LaunchSpec
 from paceline.launch.node import node_command
 from paceline.launch.rendering import refuse_secrets, to_yaml
-from paceline_kubernetes.options import KubernetesOptions, parse_claims
+from paceline_kubernetes.options import NAMESPACE, QUANTITY, KubernetesOptions, parse_claims
 from paceline_kubernetes.patches import apply_patches
 
 # --- A training job as Kubernetes objects: plain mappings, as in YAML and in API requests ---
@@ -310,7 +311,6 @@ _SECRETS = PurePosixPath("/etc/paceline")
 _URI = re.compile(r"[a-z][a-z0-9+.-]*://\S+")
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 _SECRET_NAME = re.compile(r"([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)/([A-Za-z0-9._-]+)")
-_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?")
 _MARGIN_S = 5
 
 
@@ -367,15 +367,14 @@ class InferenceService:
                 f"the service name {self.service_name!r} is not valid in Kubernetes: it must start with a letter, "
                 "consist of lower-case letters, digits and dashes, and have at most 63 characters. Give --name."
             )
-        if not _NAME.fullmatch(self.namespace):
-            raise ConfigError(f"--namespace must be lower-case letters, digits and -, but is {self.namespace!r}.")
+        require_form("--namespace", NAMESPACE, self.namespace, "lower-case letters, digits and -")
         if not _SECRET_NAME.fullmatch(self.token_secret):
             raise ConfigError(
                 f"--token-secret must be SECRET/KEY, such as serving/token, but is {self.token_secret!r}. "
                 "Create one: kubectl create secret generic serving --from-file=token=FILE"
             )
-        if self.memory is not None and not _QUANTITY.fullmatch(self.memory):
-            raise ConfigError(f"--memory must be a quantity such as 4Gi, but is {self.memory!r}.")
+        if self.memory is not None:
+            require_form("--memory", QUANTITY, self.memory, "a quantity such as 4Gi")
 
     @property
     def uri(self) -> str | None:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from paceline.core.errors import ConfigError
-from paceline.core.options import parse_duration_s
+from paceline.core.options import parse_duration_s, require_form
 from paceline.launch.launcher import option
 
 KINDS = ("trainjob", "jobset", "job")
 
 _LABEL_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
-_LABEL = re.compile(rf"(?:[a-z0-9.-]+/)?{_LABEL_NAME}=(?:{_LABEL_NAME})?")
-_SECRET = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([a-z0-9.-]+)/([A-Za-z0-9._-]+)")
-_CLAIM = re.compile(r"([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?):(/.+)")
-_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?")
-_TOLERATION = re.compile(
-    rf"((?:[a-z0-9.-]+/)?{_LABEL_NAME})(?:=({_LABEL_NAME}|))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?"
-)
-_RESOURCE = re.compile(rf"((?:[a-z0-9.-]+/)?{_LABEL_NAME})=([0-9]+(?:m|[kMGTPE]|[KMGTPE]i)?)")
-_OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+NAMESPACE = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+QUANTITY = r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?"
+_KEY = rf"((?:[a-z0-9.-]+/)?{_LABEL_NAME})"
+_LABEL = rf"{_KEY}=((?:{_LABEL_NAME})?)"
+_SECRET = r"([A-Za-z_][A-Za-z0-9_]*)=([a-z0-9.-]+)/([A-Za-z0-9._-]+)"
+_CLAIM = r"([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?):(/.+)"
+_TOLERATION = rf"{_KEY}(?:=({_LABEL_NAME}|))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?"
+_RESOURCE = rf"{_KEY}=([0-9]+(?:m|[kMGTPE]|[KMGTPE]i)?)"
+_OBJECT_NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
+_USER = r"([1-9][0-9]{0,8})(?::([0-9]{1,9}))?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +69,9 @@ class KubernetesOptions:
             raise ConfigError(f"--kind must be one of {', '.join(KINDS)}, but is {self.kind!r}.")
         if not self.image:
             raise ConfigError("--on kubernetes needs --image, a container image that contains Paceline.")
-        if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", self.namespace):
-            raise ConfigError(f"--namespace must be lower-case letters, digits and -, but is {self.namespace!r}.")
-        if self.memory is not None and not _QUANTITY.fullmatch(self.memory):
-            raise ConfigError(f"--memory must be a quantity such as 64Gi, but is {self.memory!r}.")
+        require_form("--namespace", NAMESPACE, self.namespace, "lower-case letters, digits and -")
+        if self.memory is not None:
+            require_form("--memory", QUANTITY, self.memory, "a quantity such as 64Gi")
         if self.runtime is not None and self.kind != "trainjob":
             raise ConfigError(f"--runtime is only for --kind trainjob, but --kind is {self.kind}.")
         if self.workdir is not None and self.runtime is not None:
@@ -85,10 +84,9 @@ class KubernetesOptions:
         self.tolerations()
         self.resources()
         for name in self.image_pull_secret:
-            if not _OBJECT_NAME.fullmatch(name):
-                raise ConfigError(f"--image-pull-secret must be the name of a secret, but is {name!r}.")
-        if self.priority_class is not None and not _OBJECT_NAME.fullmatch(self.priority_class):
-            raise ConfigError(f"--priority-class must be the name of a class, but is {self.priority_class!r}.")
+            require_form("--image-pull-secret", _OBJECT_NAME, name, "the name of a secret")
+        if self.priority_class is not None:
+            require_form("--priority-class", _OBJECT_NAME, self.priority_class, "the name of a class")
         if self.grace_s() < 1:
             raise ConfigError(f"--grace must be at least 1s, but is {self.grace!r}.")
 
@@ -96,9 +94,7 @@ class KubernetesOptions:
         """Return the numbers of the pods' user and group, if they are given."""
         if self.user is None:
             return None
-        match = re.fullmatch(r"([1-9][0-9]{0,8})(?::([0-9]{1,9}))?", self.user)
-        if match is None:
-            raise ConfigError(f"--user must be UID or UID:GID, such as 1000:1000, and not root, but is {self.user!r}.")
+        match = require_form("--user", _USER, self.user, "UID or UID:GID, such as 1000:1000, and not root")
         return int(match[1]), int(match[2] or match[1])
 
     def claims(self) -> dict[str, str]:
@@ -106,13 +102,9 @@ class KubernetesOptions:
         return parse_claims(self.volume)
 
     def secrets(self) -> dict[str, tuple[str, str]]:
-        secrets = {}
-        for word in self.secret:
-            match = _SECRET.fullmatch(word)
-            if match is None:
-                raise ConfigError(f"--secret must be VARIABLE=SECRET/KEY, such as HF_TOKEN=hub/token, but is {word!r}.")
-            secrets[match[1]] = (match[2], match[3])
-        return secrets
+        form = "VARIABLE=SECRET/KEY, such as HF_TOKEN=hub/token"
+        matches = [require_form("--secret", _SECRET, word, form) for word in self.secret]
+        return {match[1]: (match[2], match[3]) for match in matches}
 
     def labels(self) -> dict[str, str]:
         return _pairs("--label", self.label)
@@ -124,25 +116,16 @@ class KubernetesOptions:
     def tolerations(self) -> list[dict[str, str]]:
         tolerations = []
         for word in self.toleration:
-            match = _TOLERATION.fullmatch(word)
-            if match is None:
-                raise ConfigError(
-                    "--toleration must be KEY[=VALUE][:EFFECT], such as gpu=a100:NoSchedule (or PreferNoSchedule, "
-                    f"NoExecute), but is {word!r}."
-                )
-            key, value, effect = match.groups()
+            form = "KEY[=VALUE][:EFFECT], such as gpu=a100:NoSchedule (or PreferNoSchedule, NoExecute)"
+            key, value, effect = require_form("--toleration", _TOLERATION, word, form).groups()
             operator = {"operator": "Exists"} if value is None else {"operator": "Equal", "value": value}
             tolerations.append({"key": key, **operator, **({} if effect is None else {"effect": effect})})
         return tolerations
 
     def resources(self) -> dict[str, str]:
-        resources = {}
-        for word in self.resource:
-            match = _RESOURCE.fullmatch(word)
-            if match is None:
-                raise ConfigError(f"--resource must be NAME=COUNT, such as rdma/hca=1, but is {word!r}.")
-            resources[match[1]] = match[2]
-        return resources
+        form = "NAME=COUNT, such as rdma/hca=1"
+        matches = [require_form("--resource", _RESOURCE, word, form) for word in self.resource]
+        return {match[1]: match[2] for match in matches}
 
     def grace_s(self) -> int:
         """Return the seconds between SIGTERM and SIGKILL."""
@@ -156,9 +139,7 @@ def parse_claims(words: Iterable[str]) -> dict[str, str]:
     """Parse CLAIM:/PATH into the mount point of each persistent volume claim."""
     claims: dict[str, str] = {}
     for word in words:
-        match = _CLAIM.fullmatch(word)
-        if match is None:
-            raise ConfigError(f"--volume must be CLAIM:/PATH, such as runs:/runs, but is {word!r}.")
+        match = require_form("--volume", _CLAIM, word, "CLAIM:/PATH, such as runs:/runs")
         if match[1] in claims or match[2] in claims.values():
             raise ConfigError(f"--volume {word} repeats a claim or a path. Give each once.")
         claims[match[1]] = match[2]
@@ -166,10 +147,5 @@ def parse_claims(words: Iterable[str]) -> dict[str, str]:
 
 
 def _pairs(flag: str, words: Iterable[str]) -> dict[str, str]:
-    pairs: dict[str, str] = {}
-    for word in words:
-        if not _LABEL.fullmatch(word):
-            raise ConfigError(f"{flag} must be KEY=VALUE in the form of Kubernetes labels, but is {word!r}.")
-        key, _, value = word.partition("=")
-        pairs[key] = value
-    return pairs
+    form = "KEY=VALUE in the form of Kubernetes labels"
+    return {match[1]: match[2] for match in (require_form(flag, _LABEL, word, form) for word in words)}

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from paceline.core.built_in import VERIFIED
 from paceline.core.config import all_options, config_from_mapping, select
 from paceline.core.errors import ConfigError
-from paceline.core.options import flag, parse_mesh
+from paceline.core.options import at_least, flag, parse_mesh
 from paceline.core.plugins import has_part, import_object
 from paceline.core.task_loading import check_spec
 from paceline.runs.directory import RunDirectory
@@ -193,8 +193,7 @@ class VerificationRequest:
     def check(self) -> None:
         """Check that the request can be verified."""
         check_spec(self.task)
-        if self.steps < 1:
-            raise ConfigError(f"--steps must be at least 1, but is {self.steps}.")
+        at_least("steps", self.steps, 1)
         for name, replacement in _REPLACED.items():
             if name in self.options:
                 raise ConfigError(f"{flag(name)} is set by paceline verify itself. Use {replacement}.")
