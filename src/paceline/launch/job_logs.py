@@ -21,7 +21,6 @@ class Tail:
     """The last lines of a file, followed by new ones, even after it was truncated or replaced.
 
     Args:
-        path: an existing file.
         last_lines: number of existing lines to start with; None: all.
     """
 

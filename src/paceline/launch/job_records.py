@@ -33,7 +33,6 @@ class JobRecord:
         launcher: its launcher's name for ``--on``.
         directory: has its script and logs.
         run: the run's directory, of a task.
-        reference: the launcher's identification of it.
         submitted: seconds since the epoch.
         ended: its last status, once it has ended: the system may forget.
     """

@@ -45,7 +45,6 @@ class RenderedJob:
     """The files and commands of a job that :meth:`Launcher.submit` writes and runs.
 
     Attributes:
-        options: the launcher's own.
         files: texts by name, to be written into the job's directory.
         commands: to run here, one after another or all at once, as the launcher does.
     """
@@ -190,7 +189,6 @@ class Launcher(ABC):
 
         Args:
             path: as the user gives it: from this directory, or from the one that the machines get a copy of.
-            options: the launcher's own.
 
         Raises:
             ConfigError: there is no such file, or the machines do not get it.
@@ -218,9 +216,7 @@ class Launcher(ABC):
         """Train a task here, or submit its training as a job; return the exit code of the command.
 
         Args:
-            worker_config: the run's options.
             own: the launcher's own options that the user gave, by name.
-            dry_run: only print what would start.
             json: print the result of a training here, or the record of a job, as JSON.
 
         Raises:
@@ -330,8 +326,6 @@ class Preflight(Protocol):
         """Return the ranks to run on this node before the job, if any, and the job, which else checks its own nodes.
 
         Args:
-            spec: the job.
-            own: the launcher's options.
             is_local: the launcher starts processes of this node alone.
             run: a directory that all nodes must share; None: there is none.
             task: what all nodes must be able to import; "" for nothing.

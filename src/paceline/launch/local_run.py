@@ -155,11 +155,7 @@ def free_master_port(env_style: EnvStyle, nproc: int) -> int:
 
 
 def refuse_job_options(on: str, options: JobOptions, own: Mapping[str, Any]) -> None:
-    """Refuse all options of a job on a cluster, but for ``--preflight``, of a task that runs on this machine.
-
-    Args:
-        own: those of a launcher, by name.
-    """
+    """Refuse all options of a job on a cluster, but for ``--preflight``, of a task that runs on this machine."""
     given = [f.name for f in dataclasses.fields(options) if getattr(options, f.name) != f.default]
     if own or not {*given} <= {"preflight"}:
         raise ConfigError(
@@ -189,7 +185,6 @@ class LocalRun:
 
     Attributes:
         rendered: the description of their job, and its commands.
-        worker_config: the workers' configuration.
     """
 
     launcher: Launcher

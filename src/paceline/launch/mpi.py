@@ -66,7 +66,6 @@ def command_of_a_rank(spec: LaunchSpec, hosts: tuple[Host, ...] = ()) -> tuple[s
     """Return the command of each rank: the job's own if the library gives it all variables.
 
     Args:
-        spec: the job, with its machines.
         hosts: those machines; default: they are found at the start, or there is only this one.
     """
     if spec.env_style in ("mpi", "horovod") and not has_placeholders(spec.command):
@@ -168,12 +167,7 @@ class MpiLauncher(ForegroundLauncher):
 
 
 def mpirun_in_allocation(nodes: int, each: int) -> tuple[str, ...]:
-    """Return mpirun and its options for the script of a cluster's job, where it finds the nodes by itself.
-
-    Args:
-        nodes: the job's machines.
-        each: the processes on each of them.
-    """
+    """Return mpirun and its options for the script of a cluster's job, where it finds the nodes by itself."""
     mpi, program = find_mpirun()
     words = ["-n", str(nodes * each), "-ppn", str(each), "-bind-to", "none"]
     if mpi == "openmpi":

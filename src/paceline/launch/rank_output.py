@@ -85,11 +85,7 @@ def shared_outputs() -> tuple[int, ...]:
 
 
 class RankOutputs:
-    """Pipes for the output of the ranks that this process starts, and the thread that passes their lines on.
-
-    Args:
-        outputs: the descriptors to pass lines on to.
-    """
+    """Pipes for the output of the ranks that this process starts, and the thread that passes their lines on."""
 
     def __init__(self, outputs: Iterable[int]) -> None:
         self._outputs = tuple(outputs)

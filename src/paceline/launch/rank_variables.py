@@ -55,7 +55,6 @@ def env_style_variables(
     """Return the variables of one process.
 
     Args:
-        env_style: which framework reads them.
         environment: the ranks of the process, with ``master_addr`` and ``master_port``.
         hosts: all nodes, in the order of their ranks; default: the master alone.
         counts: processes of each node; default: as many everywhere.
@@ -127,7 +126,6 @@ def expand_placeholders(
     so do variables of the shell, ``${rank}``.
 
     Args:
-        command: the words.
         master_addr: the machine of rank 0.
         local_rank: the process's number on its node, or what another launcher will replace by it; None: stays.
         rank: the process's number in the job; None: stays.

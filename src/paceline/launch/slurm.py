@@ -117,7 +117,6 @@ def refusal(stderr: str, spec: LaunchSpec, options: Any) -> LaunchError:
     """Return sbatch's message, with our options that may be the reason.
 
     Args:
-        stderr: its words.
         options: the launcher's, with names as ``--on slurm`` has them; some may be missing.
     """
     given = _given(spec, options)

@@ -55,9 +55,6 @@ class SshMachine:
 
     Attributes:
         pidfd: readable once the client has ended.
-        ready: the command can start there.
-        started: the command was asked to start.
-        code: the client's exit code, once it was reaped.
         said: the output before it was ready.
 
     Raises:
@@ -203,11 +200,9 @@ class SshJob:
     """The machines of a job, each with an ssh client.
 
     Args:
-        names: of the machines.
         commands: one for each; its ``stdin`` ends in starting :mod:`paceline.launch.ssh_remote`.
         outlives_machines: the job continues when a machine is lost, and succeeds if one succeeds.
         connect_timeout_s: time limit for each to answer.
-        heartbeat_s: interval of the heartbeats to each.
         least: this number of machines is enough to begin, with the first one among them.
         rejoining: by its number, the command of each machine that is tried again when it was not reached or is lost.
 

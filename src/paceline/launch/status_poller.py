@@ -90,7 +90,6 @@ class PolledJob(RecordedJob):
     """A job that a system keeps, which is asked about it again and again.
 
     Attributes:
-        intervals_s: the first and the longest polling interval.
         title: in the message about a failure; "" if the job's own output says it.
     """
 

@@ -127,8 +127,6 @@ def start(
     """Print the job, or submit it and say how to follow it.
 
     Args:
-        own: the launcher's options.
-        dry_run: only print the job.
         json: print the job as JSON, after the output of its processes.
         task: the task that ``--preflight`` imports.
         keep: the number of checkpoints for which ``--preflight`` requires space.
@@ -253,7 +251,6 @@ def normal_command(words: Sequence[str], python: str, path_of: Callable[[str], s
     """Return a script or ``-m module`` with its interpreter in front; any other command unchanged.
 
     Args:
-        python: the interpreter on the machines.
         path_of: where the machines find a script or a program; see :meth:`Launcher.remote_path`.
 
     Raises:
@@ -458,7 +455,6 @@ def task_job(config: RunConfig, options: Mapping[str, Any], launcher: Launcher, 
 
     Args:
         options: fields of :class:`LaunchSpec` that were given; the time limit is else that of ``config``.
-        python: the interpreter on the machines.
 
     Raises:
         ConfigError: it could not run, wherever it would be.

@@ -89,7 +89,6 @@ class RankStarter:
     """A program that starts a job's ranks itself, as torchrun and mpirun do.
 
     Attributes:
-        name: its name in messages.
         says_why: the program prints why its ranks failed, and cleans up: it gets the grace period also after a second
             stop request.
         stop_signal: the signal for a stop request; default: the signal that this process got.

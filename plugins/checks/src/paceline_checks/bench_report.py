@@ -34,7 +34,6 @@ class ReportTable:
 
     Attributes:
         title: above the table, bold in a document; "": no line.
-        subtitle: follows the title.
         left: columns that are aligned to the left; the others to the right.
         failed: rows that a terminal shows in red.
         bars: for each row, the filled part of its bar on a terminal.

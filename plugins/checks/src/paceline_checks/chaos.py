@@ -79,12 +79,7 @@ class ChaosReport:
     """The outcome of a chaos test; :attr:`problems` is empty if nothing was lost.
 
     Attributes:
-        clean_run, chaos_run: directories of the runs without and with faults.
-        seed: of the faults and of the run.
-        exit_code: of the run under faults.
-        steps: of the run without faults.
         repeated_steps: recomputed because all their holders were lost.
-        samples_lost, samples_duplicated: by the ledger's audit.
         audit: verdict of the audit; "" if there was none.
         leaks: what the run under faults left behind in ``/dev/shm`` and in its temporary directory.
         clean_sha256, chaos_sha256: of the final models; None if the run did not finish.
@@ -155,7 +150,6 @@ def kind_reports(planned: Sequence[Kind], injected: Sequence[tuple[Kind, float |
     """Summarise the faults of each kind.
 
     Args:
-        planned: the kind of each planned fault.
         injected: kind and recovery time of each injected fault; None if the run did not recover.
     """
     rows = []
@@ -175,9 +169,6 @@ def capacity(clean: Timeline, chaos: Timeline, *, nproc: int, processors: float,
     excluded.
 
     Args:
-        clean: history of the run without faults.
-        chaos: history of the run under faults.
-        nproc: workers of the run without faults.
         processors: shared by the workers, in units of one worker's threads.
     """
     end = max((entry.seconds for entry in chaos.entries), default=0.0)
@@ -212,7 +203,6 @@ def run_chaos(
     Args:
         options: of both runs, as for ``paceline train``, without ``recover`` and ``run_dir``.
         root: a new folder for the directories ``clean`` and ``chaos`` of the runs.
-        tell: called with lines of progress.
 
     Raises:
         UserError: the options, or these faults with them, cannot work.

@@ -257,8 +257,6 @@ class CommunicationReport:
     """The results of one call.
 
     Attributes:
-        carrier: what carried the data, with its version.
-        ranks: over all nodes.
         link: what the bus bandwidths are compared with.
     """
 

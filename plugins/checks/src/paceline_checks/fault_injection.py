@@ -134,7 +134,6 @@ def plan_faults(kinds: Sequence[Kind], *, faults: int, seed: int, nproc: int, st
     Args:
         seed: decides the order, the steps and the choices.
         nproc: initial and largest number of workers.
-        steps: of the whole run.
 
     Raises:
         ConfigError: such faults, or so many, are not possible.
@@ -223,7 +222,6 @@ class Injection:
     Attributes:
         step: last known number of finished steps.
         at: Unix time of the injection.
-        pids: of the workers hit.
         generation: of the group of workers that was hit.
         recovered_at: Unix time; None until the run has recovered.
     """
@@ -243,12 +241,7 @@ class Injection:
 
 @dataclass
 class FaultInjector:
-    """A driver that injects planned faults into an active run.
-
-    Args:
-        steps: of the whole run, after which no fault is injected.
-        tell: called with a sentence about each fault.
-    """
+    """A driver that injects planned faults into an active run."""
 
     directory: RunDirectory
     agent: AgentConnection

@@ -63,7 +63,6 @@ class Impurity:
 
     Attributes:
         kind: one of :data:`MISTAKES`.
-        message: what is wrong, in one or two sentences.
         about: names what differed, so that it counts once, whichever rank, step and values showed it.
         certain: whether the model depends on it; else it may.
     """
@@ -79,10 +78,8 @@ def impurity(kind: str, names: Iterable[str] = (), *, about: str = "", certain: 
 
     Args:
         kind: one of :data:`MISTAKES`.
-        names: what differed, or what is wrong.
         about: see :class:`Impurity`; by default the names.
         certain: see :class:`Impurity`.
-        words: the message's other parts.
     """
     names = list(names)
     message = MISTAKES[kind].format(names=join_names(names, _NAMED), **words)

@@ -199,9 +199,7 @@ def compute_twice(
     """Compute a micro-batch twice, and return what differs; the plain attributes keep their values.
 
     Args:
-        where: names the micro-batch.
         task: with attributes that must not change.
-        module: the task's model.
         optimizers: with options that must not change.
         parameters: the bits of the model's before.
         compute: computes the micro-batch's loss and gradients, each time from the same random keys and buffers.
@@ -286,7 +284,6 @@ class PurityRecord:
     """What a process has checked and found, over all groups.
 
     Attributes:
-        steps: when this process checks a step.
         replicas: when the ranks compare their replicas; rank 0 decides.
         checks: how often each check was made.
     """

@@ -162,7 +162,6 @@ def measure(
 
     Args:
         iterations: timed repetitions of each; all are checked.
-        warmup: repetitions before those.
     """
     for op in ops:
         collective = COLLECTIVES[op]

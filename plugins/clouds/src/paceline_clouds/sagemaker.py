@@ -548,12 +548,7 @@ class SageMaker(ClusterLauncher):
 
 
 def _create_job(once: Any, sagemaker: Any, request: Request) -> None:
-    """Create a job, or stop it if its creation is interrupted.
-
-    Args:
-        once: a client that sends a request once.
-        sagemaker: a client that retries.
-    """
+    """Create a job, or stop it if its creation is interrupted."""
     name = request["TrainingJobName"]
     try:
         with interrupt_at_exit():

@@ -52,7 +52,6 @@ class EtcdCredentials:
         user: "" if etcd requires no user.
         cacert: a file with the certificates to trust; "" for the system's.
         cert: a file with the client's certificate; "" for none.
-        key: a file with the key of that certificate.
     """
 
     user: str = ""
@@ -195,7 +194,6 @@ class EtcdRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         term: of the leader that has written it.
-        leader: that node.
         nodes: the node set, in the order of succession.
         group: the nodes of the last group of workers that may act, sorted; the leader writes it before it forms that
             group.
@@ -248,7 +246,6 @@ class Write:
     """Write ``run`` and take ``leader``, unless one of them has changed since a snapshot.
 
     Attributes:
-        seen: that snapshot.
         record: the new value of ``run``.
     """
 
@@ -273,9 +270,7 @@ class EtcdSession:
 
     Args:
         client: used by the thread alone from now on.
-        node: this node's name.
         ttl_s: of the etcd lease, in whole seconds.
-        wake: called by the thread after each reply.
     """
 
     def __init__(self, client: EtcdClient, node: str, ttl_s: int, wake: Callable[[], None]) -> None:

@@ -97,12 +97,10 @@ class EtcdLeadership:
     """One agent's part.
 
     Attributes:
-        node: this agent's name.
         patience: timeouts for which a leader that reaches the smaller part of the nodes waits before it resigns.
         promised: the highest term that it has promised to follow.
         committed: the last node set that it knows.
         leader: the node that it follows; itself if it leads.
-        reachable: the connected peers.
     """
 
     node: str
@@ -498,11 +496,9 @@ class EtcdMembership(EtcdLeadership):
     """A :class:`~paceline.elastic.consensus.membership.Membership` by etcd.
 
     Args:
-        node: this agent's name.
         heartbeat_s: a node that is silent for this long counts as lost.
         answers_within_s: how long to wait for the cluster; 0: do not check.
         job: returns the name of the job's keys, which other nodes learn from the first one.
-        selector: of the agent's loop.
         act: executes the actions that follow from replies.
 
     Raises:

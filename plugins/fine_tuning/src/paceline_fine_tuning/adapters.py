@@ -29,7 +29,6 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
 
     Args:
         module: the model; drawn from torch's generator is what an adapter's A begins with, and B is zero.
-        lora: which layers, and the adapters' size.
 
     Raises:
         ConfigError: peft is not installed or refuses a layer, no linear layer is meant, a layer shares its weight, or

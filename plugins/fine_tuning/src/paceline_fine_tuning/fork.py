@@ -44,7 +44,6 @@ def fork_run(
     """Make ``target`` a run that continues from a checkpoint of ``source``, which may be training meanwhile.
 
     Args:
-        source: the other run.
         target: the new run's directory, which must not exist.
         fields: new values of the task's fields, by name, as ``--set`` accepts them.
         options: those of ``source`` that change: ``epochs`` or ``max_steps``, ``global_batch_size``, ``microbatches``.

@@ -26,7 +26,6 @@ def require_match(option: str, pattern: str, module: nn.Module, others: Iterable
 
     Args:
         option: the option's name, such as ``--freeze``.
-        others: names that will do, too.
     """
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     if any(matches(pattern, name) for name in (*parameters, *others)):
@@ -87,7 +86,6 @@ def scale_lr(optimizers: Mapping[str, Optimizer], module: nn.Module, scales: Seq
     ``OneCycleLR`` sets it for all groups alike; the factor comes in with :func:`scaled_lr`.
 
     Args:
-        optimizers: as the task built them.
         scales: the values of ``--lr-scale``, as pattern and factor; the last one that matches counts.
 
     Raises:

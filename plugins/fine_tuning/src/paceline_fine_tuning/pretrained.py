@@ -166,9 +166,6 @@ class PretrainedWeights:
     def drift(self, run: RunContext, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return the entry of ``result.json`` about the drift from parent to child, without training.
 
-        Args:
-            weights: the child's, of the task's model without adapters.
-
         Returns:
             ``relative_l2``, the 2-norm of the change over that of the parent's weights, over all parameters that
             began with the parent's; ``modules``, the same for each module that has parameters of its own;

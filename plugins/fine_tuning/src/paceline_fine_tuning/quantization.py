@@ -74,11 +74,7 @@ def dequantize(packed: Tensor, scales: Tensor, shape: Sequence[int], dtype: torc
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer that computes with the dequantized weight, which no step keeps.
-
-    Args:
-        layer: is replaced.
-    """
+    """A linear layer that computes with the dequantized weight, which no step keeps."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()

@@ -75,8 +75,6 @@ def engine_of(
     """Build DeepSpeed's engine around a model and its optimizer; a collective.
 
     Args:
-        module: the full model, on its device.
-        optimizer: the task's, of the model's parameters.
         stage: of ZeRO, 1 to 3.
         autocast: the type in which the task's loss is computed; None: that of the parameters.
     """
@@ -170,9 +168,7 @@ class ZeroOptimizer(ShardedOptimizer):
 
     Args:
         module: the model, whose attribute ``zero_optimizer`` this becomes.
-        base: the task's optimizer.
         parameters: of its groups, before DeepSpeed replaced them by its flat parts.
-        engine: DeepSpeed's, which owns the optimizer.
     """
 
     def __init__(
@@ -342,9 +338,6 @@ def _is_elementwise(value: Any, shape: torch.Size) -> bool:
 
 class DeepSpeedLayout(Replicated):
     """DeepSpeed's engine around the model, built together with the optimizer.
-
-    Args:
-        config: the stage, and the precision.
 
     Raises:
         ConfigError: there is only one process, or DeepSpeed is not installed.

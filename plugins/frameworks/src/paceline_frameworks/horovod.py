@@ -297,11 +297,7 @@ class HorovodBuild:
 
 
 def check_build(python: str = sys.executable) -> HorovodBuild:
-    """Parse the output of ``horovodrun --check-build``.
-
-    Args:
-        python: the interpreter of the environment that is asked.
-    """
+    """Parse the output of ``horovodrun --check-build``."""
     program = find_horovodrun(python)
     _require_horovodrun(program)
     done = subprocess.run([program, "--check-build"], capture_output=True, text=True, check=False)

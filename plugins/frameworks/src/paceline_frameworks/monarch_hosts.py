@@ -32,9 +32,6 @@ class MonarchHost:
 
     Attributes:
         text: its address in Monarch's words: ``tcp://node0:26600``, perhaps with the identity of its service before it.
-        scheme: tcp or tls.
-        name: the host's name or IP address.
-        port: the worker loop's port.
         of_job: a job of Monarch's starts its worker loop: the address has an identity, without which such a loop
             answers nothing.
     """

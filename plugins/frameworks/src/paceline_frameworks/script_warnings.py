@@ -20,11 +20,7 @@ _OTHER_DEVICES = ("kfd", "accel*", "davinci*", "neuron*")
 
 
 def script_warnings(spec: LaunchSpec, on: str) -> Iterator[str]:
-    """Yield what is wrong with the script of a job, and the remedy.
-
-    Args:
-        on: the launcher's name.
-    """
+    """Yield what is wrong with the script of a job, and the remedy."""
     script = next((word for word in spec.command[:3] if word.endswith(".py")), None)
     if script is None:
         return

@@ -43,7 +43,6 @@ class FunctionJob(SubmititJob):
 
     Args:
         reference: see :class:`SubmititJob`.
-        job: submitit's own.
     """
 
     def __init__(self, reference: Mapping[str, Any], job: Any) -> None:
@@ -196,11 +195,7 @@ def _record(handle: FunctionJob, folder: Path, name: str) -> JobRecord:
 
 
 class TaskJob:
-    """A task that was submitted; its result is that of the run.
-
-    Args:
-        record: how the job is remembered.
-    """
+    """A task that was submitted; its result is that of the run."""
 
     def __init__(self, record: JobRecord, handle: JobHandle) -> None:
         self._record = record

@@ -96,7 +96,6 @@ def executor_parameters(
 
     Args:
         tasks_per_node: processes that submitit starts on each machine.
-        cpus_per_task: of each of these.
         signal_name: the signal before the end of the time limit, such as "USR1".
 
     Raises:
@@ -170,8 +169,6 @@ class SubmititJob(PolledJob):
         Args:
             number: Slurm's, or the controller's process id.
             executor: "slurm" or "local".
-            folder: submitit's.
-            tasks: over all nodes.
             is_command: the job runs a command, which ends when it gets a stop signal.
         """
         reference: dict[str, Any] = {

@@ -321,18 +321,14 @@ class InferenceService:
     Attributes:
         packages: paths in a pod, below a volume's path; or one URI, which KServe downloads.
         words: further arguments of ``paceline serve``.
-        image: contains Paceline.
         token_secret: SECRET/KEY of the token that clients send.
         replicas: smallest and largest number of pods.
         gpus: per pod, with one replica each; without GPUs, one replica on a CPU.
-        threads: per replica.
         timeout_s: time limit of a request.
         startup_s: time limit for loading a package.
         drain_s: how long a server reports "not ready" before it refuses connections.
         name: of the service. Default: the last part of the package's.
         volume: CLAIM:/PATH, persistent volume claims and their mount points.
-        memory: per pod.
-        service_account: of the pods, for instance to download the package.
     """
 
     packages: tuple[str, ...]

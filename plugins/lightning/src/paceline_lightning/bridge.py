@@ -208,7 +208,6 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
 
     Args:
         datamodule: the source of the data, or None.
-        given: the callbacks.
     """
 
     def __init__(self, module: pl.LightningModule, datamodule: Any, given: list[pl.Callback]) -> None:
@@ -281,13 +280,7 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
             self.state.stage = stage
 
     def note(self, metrics: Mapping[str, float], *, to_loggers: Mapping[str, float], step: int) -> None:
-        """Show values to callbacks, and write them with the loggers.
-
-        Args:
-            metrics: for callbacks, by name.
-            to_loggers: for loggers.
-            step: the step number for the loggers.
-        """
+        """Show values to callbacks, and write them with the loggers."""
         self._metrics |= {name: torch.tensor(value) for name, value in metrics.items()}
         self._logged |= {name: torch.tensor(value) for name, value in to_loggers.items()}
         if to_loggers:
@@ -375,12 +368,6 @@ class LightningBridge(Callback):
 
     Args:
         datamodule: the source of the data, or None.
-        given: the callbacks.
-        build_loggers: makes the loggers, of the run's directory.
-
-    Attributes:
-        taps: its metrics.
-        batch_info: where the next batch stands.
 
     Raises:
         TaskError: the module or a callback does what cannot be kept.

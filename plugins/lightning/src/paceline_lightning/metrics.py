@@ -23,15 +23,7 @@ Pair = tuple[Any, float]
 
 @dataclass(frozen=True)
 class LoggedValue:
-    """One call of ``self.log``.
-
-    Attributes:
-        value: the mean over a batch.
-        weight: the batch's samples.
-        on_step: report each step's mean.
-        on_epoch: report the epoch's mean.
-        to_logger: have loggers write it.
-    """
+    """One call of ``self.log``."""
 
     value: Any
     weight: float
@@ -65,7 +57,6 @@ class StepLog:
         Nothing but the epoch's sums is kept of the step.
 
         Args:
-            gather: every rank's value.
             due: the step is reported.
             first: nothing is known of what is logged.
 
@@ -163,9 +154,6 @@ class MetricRecorder:
 
     In a step, a metric gets that batch alone and computes its value. In an evaluation, its arguments are kept too;
     Paceline sends them to all ranks, and then updates the metric itself with all of them.
-
-    Args:
-        module: whose metrics they are.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -219,7 +207,6 @@ class Replayed:
 
     Args:
         taps: gives those of the module as it is.
-        path: where the metric is.
     """
 
     def __init__(self, taps: Any, path: str) -> None:
@@ -258,14 +245,7 @@ def named(metrics: Mapping[str, float], aliases: Mapping[str, str]) -> dict[str,
 
 
 class _RecordedMetric:
-    """One metric, and a copy of it that sees one batch.
-
-    Attributes:
-        metric: the module's.
-        scratch: the copy.
-        calls: its arguments in this batch.
-        in_batch: whether a batch is under way.
-    """
+    """One metric, and a copy of it that sees one batch."""
 
     def __init__(self, metric: Metric) -> None:
         self.scratch = copy.deepcopy(metric)

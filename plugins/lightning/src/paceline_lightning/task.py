@@ -43,9 +43,6 @@ _STAGES = {"train": "fit", "val": "fit", "test": "test"}
 class LoadedData:
     """Takes the loaders apart: Paceline itself decides which rank reads which sample, and when.
 
-    Args:
-        source: the module or datamodule with the loaders.
-
     Attributes:
         collate: a list of samples -> a batch; the same for all splits.
         sample_weights: the training loader's sampler, if it draws by weights.

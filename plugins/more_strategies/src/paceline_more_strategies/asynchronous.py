@@ -82,11 +82,7 @@ class Staleness:
 
 
 class SyncPoints:
-    """Return the ends of intervals: the steps after which an action that needs the whole state is due. Pure.
-
-    Args:
-        data: gives the run's length.
-    """
+    """Return the ends of intervals: the steps after which an action that needs the whole state is due. Pure."""
 
     def __init__(self, config: RunConfig, data: DataSetup) -> None:
         intervals = [config.evaluation.eval_every, *config.records.checkpoint_every]
@@ -113,8 +109,6 @@ def compute_step(group: GroupContext, states: StateManager, step: int, step_in_e
     """Compute the gradient of a whole step, at the parameters that this rank has now.
 
     Args:
-        group: this rank's part in it.
-        states: this rank's copy of the state.
         step: its number in the run, which keys its randomness.
         step_in_epoch: its number in the epoch, which says which samples are its.
     """

@@ -59,7 +59,6 @@ class PowerSGD:
     *factor* (columns x rank) of each matrix, the start of the next step's power iteration, is equal on all ranks.
 
     Args:
-        rank: columns of the thin matrices.
         scale: factor of the gradients, sums over a rank's samples, before the hook.
     """
 
@@ -206,11 +205,7 @@ def _columns(parameter: torch.Tensor) -> int:
 
 
 class CompressedDDP(TorchDDP):
-    """``DistributedDataParallel`` with a communication hook.
-
-    Attributes:
-        powersgd: the PowerSGD hook, if used.
-    """
+    """``DistributedDataParallel`` with a communication hook."""
 
     engine = "paceline_more_strategies.compression:CompressionEngine"
 

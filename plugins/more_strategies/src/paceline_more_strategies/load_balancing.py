@@ -71,7 +71,6 @@ def optimal_split(num_microbatches: int, speeds: Sequence[Speed]) -> tuple[int, 
 
     Args:
         num_microbatches: S, at least the number of ranks.
-        speeds: each active rank's.
     """
     work_split = [1] * len(speeds)
     next_done = [(2 * speed.microbatch_s + speed.step_s, rank) for rank, speed in enumerate(speeds)]
@@ -261,9 +260,6 @@ class LoadBalancer(StepHook):
     """Divides the micro-batches of one group by speed; every rank has one and calls it alike.
 
     Rank 0 records unequal splits in the run directory.
-
-    Args:
-        balancing: keeps this rank's speed.
 
     Raises:
         PeerLostError: a rank is gone.

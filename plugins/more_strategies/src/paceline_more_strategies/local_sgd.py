@@ -119,11 +119,7 @@ class OuterOptimizer:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step that the ledger does not have yet.
-
-    Attributes:
-        progress: after the step.
-    """
+    """A step that the ledger does not have yet."""
 
     progress: TrainProgress
     epoch: int
@@ -173,9 +169,7 @@ class LocalSGD(StepHook):
         """Record a step; at the end of a sync interval, average the state and write the interval's steps to the ledger.
 
         Args:
-            sums: of this rank's micro-batches.
             row: this rank's numbers, which every rank gets to see.
-            record: enters a step into the ledger.
 
         Returns:
             The sums: with every rank's row at the end of an interval, else with none.

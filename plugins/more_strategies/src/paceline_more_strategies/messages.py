@@ -96,7 +96,6 @@ class AnySourceReceiver:
     """Receives one message at a time from each expected peer.
 
     Args:
-        peers: the ranks that send.
         length: number of float64 values of a message.
     """
 

@@ -69,8 +69,6 @@ class ServerTransport:
         world: the ranks; the first ones are servers.
         plan: the work split; servers compute nothing.
         numels: elements of each dtype's flat buffer, the same on every rank.
-        parts: each server's part of the gradients.
-        buffers: the part of the flat buffers with module buffers.
 
     Raises:
         PeerLostError: (from the methods) a connection broke.
@@ -155,11 +153,7 @@ class ServerParameters:
 
     Attributes:
         ranges: each server's, as numbers of the trainable parameters.
-        parameters: each server's.
         parcels: a send buffer for each server's parameters or their gradients.
-
-    Args:
-        device: of the parcels.
 
     Raises:
         ConfigError: there are fewer parameters than servers.

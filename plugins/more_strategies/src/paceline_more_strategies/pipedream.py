@@ -82,13 +82,7 @@ def begins(ahead: int, following: int) -> int:
 
 @dataclass
 class PipeDreamStaleness:
-    """The age in updates of the weights of forwards when their gradients are applied.
-
-    Attributes:
-        total: over all forwards.
-        forwards: number of forwards, over all stages.
-        largest: of one forward.
-    """
+    """The age in updates of the weights of forwards when their gradients are applied."""
 
     total: int = 0
     forwards: int = 0
@@ -145,7 +139,6 @@ class WithWeights(nn.Module):
     """A module called with other parameters and buffers.
 
     Args:
-        module: the model, or a part of it.
         tensors: by name; the module's own are used for the rest.
     """
 

@@ -58,7 +58,6 @@ class PipeDreamReference(ReducerStrategy):
     """PipeDream in one process.
 
     Args:
-        mesh: of one rank.
         stages: of the model, from :func:`~paceline.parallel.pipeline.stages.cut`.
     """
 
@@ -145,7 +144,6 @@ def simulated_model(run: RunContext, world_size: int) -> dict[str, torch.Tensor]
 
     Args:
         run: with ``--local-sgd-steps``, on data with a length.
-        world_size: number of ranks to simulate.
     """
     order = run.data.order
     assert order is not None
@@ -178,7 +176,6 @@ def simulated_compression(run: RunContext, world_size: int) -> dict[str, torch.T
     With more ranks, the order of an all-reduce's additions is not defined. Skips evaluations.
 
     Args:
-        run: on data with a length.
         world_size: 2.
     """
     assert world_size == 2
@@ -391,7 +388,6 @@ def simulated_pipedream(run: RunContext, world_size: int) -> dict[str, torch.Ten
 
     Args:
         run: with ``--pp-schedule pipedream``, and stages that are not measured (``--pp-split equal``).
-        world_size: number of stages, one per rank.
     """
     single = _SingleRankRun(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)}, stages=world_size)
     run.directory.create()

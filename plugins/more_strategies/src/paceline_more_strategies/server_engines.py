@@ -54,11 +54,6 @@ class OptimizerServers:
 
     Args:
         states: this rank's copy of the state; the optimizer state of other ranks' parameters is freed.
-        device: of the buffers in which parameters and gradients are sent.
-
-    Attributes:
-        number: of servers.
-        parameters: each server's.
 
     Raises:
         ConfigError: there are fewer parameters than servers.

@@ -30,7 +30,6 @@ class Results:
         absent: why a node is missing, or was lost.
         clock_s: how far a node's clock is ahead of node 0's.
         flows: streams over the interface that will be used, in bytes/s, or the error of the connection.
-        other_flows: those over other interfaces, by name.
         all_reduce: its speed or its error; empty for one rank, or if it was not run for the reason in ``obstacle``.
     """
 

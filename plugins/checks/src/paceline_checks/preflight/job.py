@@ -59,7 +59,6 @@ def local_ranks(spec: LaunchSpec, command: tuple[str, ...], options: RendezvousO
     """Return a job that checks this node, and all nodes of the same job, by as many ranks as it has.
 
     Args:
-        command: of each rank.
         options: have the place of this node; default: the job has.
 
     Raises:

@@ -224,7 +224,6 @@ class Training:
         double: train in float64 and keep the tensors.
         reference: name of the training with whose tensors this one is compared.
         forward_step: the step whose module outputs are recorded.
-        noted: whether its steps are recorded.
         simulation: ``module:function`` that computes the weights instead, in one process. With a reference, they are
             compared with those that the reference saved at its end.
         float32_reference: the name of the reference of a simulation, if the one in float64 failed.
@@ -247,7 +246,6 @@ class GroupPlan:
 
     Attributes:
         set: fields of the task.
-        root: contains the directory of each run.
         least_microbatches: number of micro-batches, unless options or task ask for more.
         lint: check the task's arithmetic first.
     """

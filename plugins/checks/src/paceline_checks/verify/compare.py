@@ -39,7 +39,6 @@ class Step:
 
     Attributes:
         number: from 1.
-        loss: mean over the step's samples.
         tensors: kind -> name -> digest and distance from the float64 run.
         unequal: kind -> the first tensor of which two ranks hold different copies.
     """
@@ -160,7 +159,6 @@ class TraceDifference:
 
     Attributes:
         distance: of the tensor or loss with the largest share of its tolerance.
-        tolerance: of that tensor or loss.
         divergence: the first value beyond its tolerance.
     """
 
@@ -246,7 +244,6 @@ def first_forward(
 
     Args:
         training, alone: the repeated run that diverges, and that on one process.
-        divergence: what is known so far.
         tolerance: of the outputs; None to compare bits.
     """
     calls: dict[tuple[int, str, int], Mapping[str, Any]] = {}

@@ -51,7 +51,6 @@ def train_plainly(run: RunContext, world_size: int = 1) -> dict[str, torch.Tenso
     """Train the run's task in a loop of plain PyTorch.
 
     Args:
-        run: on data with a length.
         world_size: 1.
 
     Returns:

@@ -64,8 +64,6 @@ class CaseResult:
         detail: why it is not applicable, or how it failed.
         distance: from float64 (of plain PyTorch, where that is the reference), of the value with the largest share of
             its tolerance.
-        tolerance: of that value.
-        divergence: the first difference from the reference.
     """
 
     method: str
@@ -88,7 +86,6 @@ class LintWarning:
     """A probable mistake in the task's arithmetic.
 
     Attributes:
-        lint: name of the check.
         place: FILE:LINE, if known.
     """
 
@@ -105,7 +102,6 @@ class VerificationReport:
     """The report of ``paceline verify``.
 
     Attributes:
-        global_batch_size: in samples.
         factor: ratio of a tolerance to the float32 run's own distance from float64.
         rows: by number of processes, then in the order of the cases.
         no_double: why there is no float64 run; "" if there is one.
@@ -145,11 +141,7 @@ Tell = Callable[[str], None]
 
 
 class WorkerGroups:
-    """A starter of the process groups of one verification.
-
-    Args:
-        tell: called with lines of progress.
-    """
+    """A starter of the process groups of one verification."""
 
     def __init__(self, request: VerificationRequest, root: Path, tell: Tell) -> None:
         self._request = request
@@ -161,7 +153,6 @@ class WorkerGroups:
         """Train on one number of processes; continue after a training that ended its processes.
 
         Args:
-            trainings: all on the same number of processes.
             lint: also check the task's arithmetic.
 
         Raises:
@@ -257,9 +248,6 @@ _ASYNC_STEPS_FACTOR = 4
 
 def verify(request: VerificationRequest, tell: Tell) -> VerificationReport:
     """Train, compare, and return the report.
-
-    Args:
-        tell: called with lines of progress.
 
     Raises:
         UserError: the options or the task do not work on one process.

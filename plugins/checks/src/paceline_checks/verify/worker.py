@@ -209,11 +209,8 @@ class Instrumentation:
     """Recording of one run on one rank.
 
     Attributes:
-        trace: one JSON line per step.
         notes_steps: if not, the task keeps its own callback, and nothing is written.
         double: train in float64.
-        writer: stores the tensors, for a reference run.
-        reference: the run to compare with.
         forward_step: the step whose module outputs are recorded too.
         forward: one JSON line per module call of that step.
     """
