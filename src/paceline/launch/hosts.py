@@ -36,9 +36,6 @@ def read_hosts(text: str, option: str = "--hosts") -> tuple[Host, ...]:
 
     A file has one machine per line: ``node0``, ``node0:2`` or ``node0 slots=2``, as Open MPI writes it, also with
     ``address=10.0.0.5`` if other machines cannot resolve ssh's name for it; ``#`` begins a comment.
-
-    Raises:
-        ConfigError: the text or the file names no machine, one twice, or has another form.
     """
     # Path.is_file() raises for a list that is longer than a file's name can be.
     if os.sep in text or os.path.isfile(text):
@@ -86,9 +83,6 @@ def nodes_of(
     """Combine a list of hosts with ``--nodes`` and ``--nproc``: the number of nodes, and the processes on each.
 
     ``--nodes 1``, the default, means all hosts; ``--nproc 1``, the default, the numbers of the list.
-
-    Raises:
-        ConfigError: they contradict each other.
     """
     least, most = nodes
     if nodes == (1, 1):

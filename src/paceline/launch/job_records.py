@@ -156,11 +156,7 @@ def read_records() -> list[JobRecord]:
 
 
 def find_record(text: str) -> JobRecord:
-    """Find the job of that id, the system's own number, name or run directory; of several the newest.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Find the job of that id, the system's own number, name or run directory; of several the newest."""
     records = read_records()
     path = str(Path(text).resolve())
     for record in reversed(records):

@@ -497,9 +497,6 @@ def own_environment(
     Args:
         explicit_options: the names of those that the user gave; a resumed run keeps others.
         environment: as the variables of launchers have it, which is the default.
-
-    Raises:
-        ConfigError: a launcher has started several ranks, and ``--nproc`` is another number.
     """
     environment = environment or detect_environment(rdzv_endpoint=config.processes.rdzv_endpoint)
     if environment.source == "single":

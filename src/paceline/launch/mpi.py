@@ -45,12 +45,7 @@ def resolve_sizes(
 
 
 def place_on_hosts(spec: LaunchSpec, hosts: tuple[Host, ...]) -> LaunchSpec:
-    """Set the nodes and processes of the job from a list of hosts.
-
-    Raises:
-        ConfigError: the list and ``--nodes`` or ``--nproc`` contradict each other, or several nodes are
-            requested without a list.
-    """
+    """Set the nodes and processes of the job from a list of hosts."""
     if hosts:
         nodes, nproc = nodes_of(hosts, spec.nodes, spec.nproc)
         spec = replace(spec, nodes=nodes, nproc=nproc or spec.nproc)
@@ -217,9 +212,6 @@ def find_mpirun(wanted: str = "auto") -> tuple[Mpi, str]:
     """Return the MPI implementation, and the name or path of its mpirun; if none is installed, its usual name.
 
     Paceline searches PATH, then the directory of the interpreter, where pip puts it.
-
-    Raises:
-        ConfigError: Paceline does not support ``wanted``.
     """
     if wanted not in _PROGRAMS:
         raise ConfigError(f"--mpi must be openmpi or mpich, but is {wanted!r}.")

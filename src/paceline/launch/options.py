@@ -93,11 +93,7 @@ def options_type(name: str) -> type | None:
 
 
 def make_options(launcher: Launcher, given: Mapping[str, Any]) -> Any:
-    """Build the launcher's options from the given ones.
-
-    Raises:
-        ConfigError: one is not this launcher's; the message names those that are.
-    """
+    """Build the launcher's options from the given ones."""
     known = option_names(launcher.name)
     for name in given:
         if name not in known:

@@ -44,9 +44,6 @@ def rank_command(spec: LaunchSpec, master_addr: str | None = None) -> tuple[str,
 
     Args:
         master_addr: the machine of rank 0, where the launcher does not tell its processes.
-
-    Raises:
-        ConfigError: no process would end its parameter servers.
     """
     if "ps" in spec.roles:
         raise ConfigError(

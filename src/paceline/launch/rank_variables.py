@@ -59,9 +59,6 @@ def env_style_variables(
         hosts: all nodes, in the order of their ranks; default: the master alone.
         counts: processes of each node; default: as many everywhere.
         roles: of all ranks, for tensorflow; default: workers.
-
-    Raises:
-        ConfigError: the roles do not fit the ranks, or only the env style's own launcher can keep it.
     """
     if env_style == "none":
         return {}

@@ -72,11 +72,7 @@ _CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def run_slurm(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands to its end, whatever its exit code; ``env`` is added to our variables.
-
-    Raises:
-        LaunchError: Slurm is not installed here, or does not answer.
-    """
+    """Run one of Slurm's commands to its end, whatever its exit code; ``env`` is added to our variables."""
     try:
         done = subprocess.run(
             argv,

@@ -197,11 +197,7 @@ def slurm_time(seconds: float) -> str:
 
 
 def directive_value(name: str, value: str) -> str:
-    """Quote a value for a directive.
-
-    Raises:
-        ConfigError: the value has several lines.
-    """
+    """Quote a value for a directive."""
     if "\n" in value or "\0" in value:
         raise ConfigError(f"--{name} must be one line, but is {value!r}.")
     if re.fullmatch(r"[\w@%+,./:=|&*!()\[\]{}^~-]+", value):
@@ -382,11 +378,7 @@ def batch_script(spec: LaunchSpec, options: SlurmOptions) -> str:
 
 
 def allocation_script(spec: LaunchSpec, options: SlurmOptions) -> str:
-    """Return the script of the job's steps for an existing allocation.
-
-    Raises:
-        ConfigError: an option is for the queue, or cannot be enforced.
-    """
+    """Return the script of the job's steps for an existing allocation."""
     queue_options = [f"--{name.replace('_', '-')}" for name in _QUEUE_OPTIONS if getattr(options, name)]
     if queue_options:
         raise ConfigError(
@@ -661,11 +653,7 @@ def _mpirun(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]:
 
 
 def fixed_size(spec: LaunchSpec) -> tuple[int, int]:
-    """Return the number of nodes and the processes on each.
-
-    Raises:
-        ConfigError: the number of nodes is variable.
-    """
+    """Return the number of nodes and the processes on each."""
     least, most = spec.nodes
     if least != most:
         raise ConfigError(

@@ -252,9 +252,6 @@ def normal_command(words: Sequence[str], python: str, path_of: Callable[[str], s
 
     Args:
         path_of: where the machines find a script or a program; see :meth:`Launcher.remote_path`.
-
-    Raises:
-        ConfigError: there is no such script or program, or the machines do not get it.
     """
     if not words:
         raise ConfigError("there is no command to launch. Give it after --, such as: -- python train.py")
@@ -355,11 +352,7 @@ def task_command(config: RunConfig, run: Path, python: str) -> tuple[str, ...]:
 def choose_rank_launcher(
     launcher: Launcher, rank_launcher: RankLauncher | None, env_style: EnvStyle, is_task: bool
 ) -> RankLauncher:
-    """Choose the rank launcher: the requested one, else Paceline's agent for tasks, else the one for the env style.
-
-    Raises:
-        ConfigError: the launcher cannot have it, or it cannot keep the env style.
-    """
+    """Choose the rank launcher: the requested one, else Paceline's agent for tasks, else the one for the env style."""
     if rank_launcher is not None:
         if rank_launcher not in launcher.rank_launchers:
             raise ConfigError(
@@ -396,11 +389,7 @@ def choose_rank_launcher(
 
 
 def choose_env_style(launcher: Launcher, env_style: EnvStyle | None, rank_launcher: RankLauncher | None) -> EnvStyle:
-    """Choose the env style of the processes: the requested one, else the rank launcher's.
-
-    Raises:
-        ConfigError: the launcher cannot keep it.
-    """
+    """Choose the env style of the processes: the requested one, else the rank launcher's."""
     if env_style is None:
         natural: dict[RankLauncher | None, EnvStyle] = {"horovod": "horovod", "ray": "none"}
         for_torch = rank_launcher in ("torchrun", "spawn", "mpi") and "torch" in launcher.env_styles
@@ -425,11 +414,7 @@ def job_directory(name: str, *, attached: bool) -> Path:
 
 @contextmanager
 def make_directory(directory: Path) -> Iterator[None]:
-    """Make a job's directory; where what follows fails, nothing that was made for it is left.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    """Make a job's directory; where what follows fails, nothing that was made for it is left."""
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         if directory.is_relative_to(jobs_directory()):
@@ -455,9 +440,6 @@ def task_job(config: RunConfig, options: Mapping[str, Any], launcher: Launcher, 
 
     Args:
         options: fields of :class:`LaunchSpec` that were given; the time limit is else that of ``config``.
-
-    Raises:
-        ConfigError: it could not run, wherever it would be.
     """
     options = {"walltime_s": config.recovery.walltime, **options}
     _refuse_impossible(config, options)
@@ -571,12 +553,7 @@ def submit(launcher: Launcher, rendered: RenderedJob) -> tuple[JobRecord, JobHan
 
 
 def remember(record: JobRecord, handle: JobHandle) -> None:
-    """Record a job that has just been submitted; where that fails, cancel it.
-
-    Raises:
-        ConfigError: it was cancelled.
-        LaunchError: it could not be cancelled; the message has its id.
-    """
+    """Record a job that has just been submitted; where that fails, cancel it."""
     try:
         add_record(record)
     except ConfigError as error:

@@ -468,11 +468,7 @@ class BackgroundJob(RecordedJob):
                 asked.touch()
 
     def wait(self) -> int:
-        """Wait for the process to end.
-
-        Raises:
-            LaunchError: it is not one of this machine's.
-        """
+        """Wait for the process to end."""
         while not (status := self.status()).ended:
             if status.state == "unknown":
                 raise LaunchError(f"{status.detail}. Wait for it there.")
@@ -528,11 +524,7 @@ def recorded_process(reference: Mapping[str, Any]) -> psutil.Process | None:
 
 
 def process_to_end(reference: Mapping[str, Any], status: JobStatus) -> psutil.Process | None:
-    """Return the process of a job to cancel; None if it has ended.
-
-    Raises:
-        LaunchError: it is not one of this machine's.
-    """
+    """Return the process of a job to cancel; None if it has ended."""
     if status.state == "unknown":
         raise LaunchError(f"{status.detail}. Cancel it there.")
     return recorded_process(reference)

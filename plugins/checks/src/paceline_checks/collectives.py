@@ -193,9 +193,6 @@ def find_link(link_gbps: float | None, *, one_machine: bool, interface: str | No
     Args:
         one_machine: all ranks are on it, so no interface is between them.
         interface: the network interface; default: that of the default route.
-
-    Raises:
-        ConfigError: the number is not above 0.
     """
     if link_gbps is not None:
         if link_gbps <= 0:

@@ -134,9 +134,6 @@ def plan_faults(kinds: Sequence[Kind], *, faults: int, seed: int, nproc: int, st
     Args:
         seed: decides the order, the steps and the choices.
         nproc: initial and largest number of workers.
-
-    Raises:
-        ConfigError: such faults, or so many, are not possible.
     """
     check_kinds(kinds, nproc)
     if steps < MIN_STEPS_PER_FAULT * faults:

@@ -308,11 +308,7 @@ class PurityRecord:
             self._pending.setdefault(key, found)
 
     def settle(self, world: World, directory: RunDirectory) -> None:
-        """Record what any rank found, and stop or warn; all ranks call this together.
-
-        Raises:
-            PurityError: something certain was found before the first checkpoint.
-        """
+        """Record what any rank found, and stop or warn; all ranks call this together."""
         pending, self._pending = self._pending, {}
         gathered = world.all_gather_object([dataclasses.astuple(found) for found in pending.values()])
         new: dict[tuple[str, str], Impurity] = {}

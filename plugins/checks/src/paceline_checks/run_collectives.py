@@ -370,11 +370,7 @@ class MpiEngine(CollectiveEngine):
 
     @classmethod
     def world(cls) -> MpiEngine:
-        """Make a group of all processes of this ``mpirun``.
-
-        Raises:
-            ConfigError: mpi4py is missing, or finds no MPI.
-        """
+        """Make a group of all processes of this ``mpirun``."""
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:

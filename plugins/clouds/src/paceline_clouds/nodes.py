@@ -11,11 +11,7 @@ from paceline.core.errors import ConfigError
 
 
 def sagemaker_node(environ: Mapping[str, str]) -> NodeEnvironment:
-    """Read the variables of SageMaker's toolkit or, if the image lacks it, SageMaker's file.
-
-    Raises:
-        ConfigError: they do not name this host.
-    """
+    """Read the variables of SageMaker's toolkit or, if the image lacks it, SageMaker's file."""
     if "SM_CURRENT_HOST" in environ:
         current, hosts = environ["SM_CURRENT_HOST"], json.loads(environ.get("SM_HOSTS", "[]"))
         message = f"SM_CURRENT_HOST={current!r} is not in SM_HOSTS={environ.get('SM_HOSTS', '')}"
@@ -43,11 +39,7 @@ def sagemaker_node(environ: Mapping[str, str]) -> NodeEnvironment:
 
 
 def vertex_node(environ: Mapping[str, str]) -> NodeEnvironment:
-    """Read Google's CLUSTER_SPEC: the addresses of each worker pool's nodes, and the index of this one.
-
-    Raises:
-        ConfigError: it does not name this node.
-    """
+    """Read Google's CLUSTER_SPEC: the addresses of each worker pool's nodes, and the index of this one."""
     text = environ["CLUSTER_SPEC"]
     try:
         spec = json.loads(text)

@@ -39,11 +39,7 @@ RANK_VARIABLES = (
 
 
 def fixed_nodes(spec: LaunchSpec, where: str) -> None:
-    """Refuse a variable number of nodes.
-
-    Raises:
-        ConfigError: it was requested.
-    """
+    """Refuse a variable number of nodes."""
     if spec.nodes[0] != spec.nodes[1]:
         raise ConfigError(f"--nodes MIN:MAX is not supported by --on {where}: the number of nodes is fixed.")
 
@@ -57,9 +53,6 @@ def copied_path(path: str, source: Path, called: str) -> str:
 
     Returns:
         The path; an absolute path of a program, which may exist only in the nodes' image, is unchanged.
-
-    Raises:
-        ConfigError: the directory does not contain the file.
     """
     source = source.resolve()
     candidate = Path(os.path.normpath(source / Path(path).expanduser()))
@@ -75,11 +68,7 @@ def copied_path(path: str, source: Path, called: str) -> str:
 
 
 def without_shared_directory(spec: LaunchSpec, where: str) -> LaunchSpec:
-    """Return a task's job on several nodes without recovery, since it can only be resumed after a node is lost.
-
-    Raises:
-        ConfigError: another recovery was requested.
-    """
+    """Return a task's job on several nodes without recovery, since it can only be resumed after a node is lost."""
     if not spec.is_task or spec.nodes[0] == 1:
         return spec
     if "--recover" not in spec.command:

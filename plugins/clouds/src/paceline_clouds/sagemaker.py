@@ -67,9 +67,6 @@ def connect(service: str, region: str | None, *, attempts: int = 3) -> Any:
         service: its name in boto3.
         region: default: the configured one.
         attempts: how often an unanswered request is sent.
-
-    Raises:
-        LaunchError: boto3 is not installed, or AWS is not configured.
     """
     try:
         import boto3
@@ -91,11 +88,7 @@ def connect(service: str, region: str | None, *, attempts: int = 3) -> Any:
 
 
 def request_aws(what: str, call: Callable[[], _T]) -> _T:
-    """Return the answer to a request.
-
-    Raises:
-        AwsApiError: AWS refused it, or cannot be reached; with its message.
-    """
+    """Return the answer to a request."""
     from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
     try:
@@ -133,11 +126,7 @@ _MAX_BYTES = 500 * 1024**2
 
 
 def pack(directory: Path) -> bytes:
-    """Return a gzipped tar of a directory's :func:`packed_files`; equal contents give equal bytes.
-
-    Raises:
-        ConfigError: the directory does not exist, or is too large.
-    """
+    """Return a gzipped tar of a directory's :func:`packed_files`; equal contents give equal bytes."""
     files = packed_files(directory)
     size = sum(path.stat().st_size for path in files)
     if size > _MAX_BYTES:
@@ -164,9 +153,6 @@ def packed_files(directory: Path) -> list[Path]:
     """Return the files of a directory to copy to the nodes, sorted, with the directory in their paths.
 
     Leaves out hidden files, ``runs``, ``jobs`` and caches, links to directories, and links to other places.
-
-    Raises:
-        ConfigError: the directory does not exist.
     """
     if not directory.is_dir():
         raise ConfigError(f"--source {directory}: this directory does not exist.")

@@ -62,11 +62,7 @@ class EtcdCredentials:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> EtcdCredentials:
-        """Read the variables of etcdctl: ETCDCTL_USER (``USER`` or ``USER:PASSWORD``), _PASSWORD, _CACERT, _CERT, _KEY.
-
-        Raises:
-            ConfigError: a user has no password, or a certificate no key.
-        """
+        """Read etcdctl's variables: ETCDCTL_USER (``USER`` or ``USER:PASSWORD``), _PASSWORD, _CACERT, _CERT, _KEY."""
         user, _, password = environ.get("ETCDCTL_USER", "").partition(":")
         password = password or environ.get("ETCDCTL_PASSWORD", "")
         if user and not password:
@@ -77,11 +73,7 @@ class EtcdCredentials:
         return cls(user, password, **files)
 
     def tls_context(self) -> ssl.SSLContext:
-        """Return the context of encrypted connections.
-
-        Raises:
-            ConfigError: a file cannot be read, or is not a certificate.
-        """
+        """Return the context of encrypted connections."""
         try:
             context = ssl.create_default_context(cafile=self.cacert or None)
             if self.cert:

@@ -29,10 +29,6 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
 
     Args:
         module: the model; drawn from torch's generator is what an adapter's A begins with, and B is zero.
-
-    Raises:
-        ConfigError: peft is not installed or refuses a layer, no linear layer is meant, a layer shares its weight, or
-            the shapes do not say which weights are transposed.
     """
     layers = target_layers(module, lora)
     _check_is_own(module, layers)
@@ -70,11 +66,7 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
 
 
 def target_layers(module: nn.Module, lora: Lora) -> list[str]:
-    """Return the names of the layers that get an adapter.
-
-    Raises:
-        ConfigError: a target names no linear layer.
-    """
+    """Return the names of the layers that get an adapter."""
     linear = [name for name, layer in module.named_modules() if type(layer) is nn.Linear or _is_conv1d(layer)]
     if lora.targets == (ALL_LINEAR,):
         found = linear[:-1]
@@ -144,11 +136,7 @@ def base_weights(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def matrices(state: Mapping[str, Any], layer: str) -> tuple[Any, Any]:
-    """Return the matrices A and B of a layer's adapter.
-
-    Raises:
-        CheckpointError: B is missing.
-    """
+    """Return the matrices A and B of a layer's adapter."""
     if layer + _B not in state:
         raise CheckpointError(f"the adapter of {layer!r} is incomplete: {layer}{_B} is missing.")
     return state[layer + _A], state[layer + _B]
@@ -169,9 +157,6 @@ def merge_adapters(state: Mapping[str, Any], lora: Lora) -> dict[str, Any]:
 
     Returns:
         The input of ``load_state_dict`` of the task's own model.
-
-    Raises:
-        CheckpointError: an adapter has only one of its two matrices.
     """
     plain, deltas = base_weights(state), {}
     for layer in adapted_layers(state):

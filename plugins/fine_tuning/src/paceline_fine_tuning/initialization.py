@@ -43,11 +43,7 @@ def initialise(module: nn.Module, config: RunConfig, weights: Mapping[str, torch
 
 
 def reinitialized_parameters(module: nn.Module, config: RunConfig) -> set[str]:
-    """Return the entries of the model's state that keep their values from the task.
-
-    Raises:
-        ConfigError: there is no such layer, or the last one shares its weights.
-    """
+    """Return the entries of the model's state that keep their values from the task."""
     options, state = config[FineTuningOptions], module.state_dict()
     fresh = {name for name in state for pattern in options.reset if matches(pattern, name)}
     if options.reset_head:

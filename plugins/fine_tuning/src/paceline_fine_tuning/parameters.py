@@ -48,9 +48,6 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
 
     Such a batch norm stays in evaluation mode, as everywhere in the field: it normalises with the statistics
     that it has (https://keras.io/guides/transfer_learning).
-
-    Raises:
-        ConfigError: a pattern matches nothing, or nothing is left to train.
     """
     for pattern in patterns:
         require_match("--freeze", pattern, module, others=module.state_dict())

@@ -146,11 +146,7 @@ class PretrainedWeights:
 
     @classmethod
     def load_copy(cls, directory: RunDirectory) -> PretrainedWeights:
-        """Read the copy that :meth:`save_copy` made.
-
-        Raises:
-            CheckpointError: it is damaged, or gone.
-        """
+        """Read the copy that :meth:`save_copy` made."""
         record = directory.read_complete_manifest().get("parent", {})
         try:
             content = directory.initial.read_bytes()

@@ -37,9 +37,6 @@ def read_torch_weights(path: Path) -> dict[str, torch.Tensor]:
     The model is the state's entry ``model``, or of another usual name; without one, the tensors outside of entries, as
     torchtitan saves them. Nothing in the directory can run code: the pickle there may only name classes of torch's
     description of a checkpoint, and other entries than tensors stay unread.
-
-    Raises:
-        CheckpointError: the directory is damaged, or has no such entry.
     """
     error: BaseException
     try:

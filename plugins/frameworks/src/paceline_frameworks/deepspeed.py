@@ -41,11 +41,7 @@ _world_cleanup = ExitStack()
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """Import ``deepspeed`` for this kind of device.
-
-    Raises:
-        ConfigError: it is not installed, or does not work here.
-    """
+    """Import ``deepspeed`` for this kind of device."""
     try:
         # With this variable it neither probes for GPUs nor warns that there are none.
         with patch_environ({"DS_ACCELERATOR": device.type}):

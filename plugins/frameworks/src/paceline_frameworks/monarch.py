@@ -65,11 +65,7 @@ _START_A_LOOP = (
 
 
 def import_monarch() -> Any:
-    """Import ``monarch.actor``.
-
-    Raises:
-        LaunchError: it is not installed.
-    """
+    """Import ``monarch.actor``."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     try:

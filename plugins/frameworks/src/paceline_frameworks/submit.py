@@ -344,11 +344,7 @@ def _submit_task(task: Task, on: str, options: Mapping[str, Any]) -> TaskJob:
 
 
 def task_assignments(task: Task) -> tuple[str, ...]:
-    """Return the fields that differ from their defaults, in the form of ``--set``.
-
-    Raises:
-        TaskError: --set would read a field as another value.
-    """
+    """Return the fields that differ from their defaults, in the form of ``--set``."""
     hints = typing.get_type_hints(type(task))
     defaults = {f.name: f.default for f in dataclasses.fields(task)}
     assignments = []

@@ -97,9 +97,6 @@ def executor_parameters(
     Args:
         tasks_per_node: processes that submitit starts on each machine.
         signal_name: the signal before the end of the time limit, such as "USR1".
-
-    Raises:
-        ConfigError: the local executor cannot do this.
     """
     limit_s = _DEFAULT_WALLTIME_S[options.executor] if spec.walltime_s is None else spec.walltime_s
     nodes = spec.nodes[0]

@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
 
 def make_private(folder: Path) -> Path:
-    """Make the folder with mode 0700, or check the existing one; return its absolute path.
-
-    Raises:
-        ConfigError: it cannot be made, or others could write into it or read it.
-    """
+    """Make the folder with mode 0700, or check the existing one; return its absolute path."""
     folder = folder.expanduser().absolute()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -185,11 +181,7 @@ class CallCheckpointable(CallFunction):
 
 
 def callable_for(function: Callable[..., Any], script: Path | None = None) -> CallFunction:
-    """Wrap a function for submitit, which finds ``checkpoint`` by name.
-
-    Raises:
-        ConfigError: a worker process of a job has imported the program, which submits again.
-    """
+    """Wrap a function for submitit, which finds ``checkpoint`` by name."""
     module = _home(function).__module__
     if module == "__mp_main__":
         raise ConfigError(

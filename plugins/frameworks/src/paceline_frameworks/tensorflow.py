@@ -35,9 +35,6 @@ def variables(
 
     Every process listens on a port of its own: the master's, plus its number on its node. An evaluator is
     not in the cluster, as TensorFlow requires.
-
-    Raises:
-        ConfigError: the roles do not fit the ranks, or the addresses of the nodes are not known.
     """
     if environment.master_addr is None or environment.master_port is None:
         raise ConfigError("--env-style tensorflow needs the address of the first node.")
@@ -88,11 +85,7 @@ def serves(rank: int, roles: Sequence[str]) -> bool:
 
 
 def free_ports(count: int) -> int:
-    """Return the first of ``count`` consecutive free ports.
-
-    Raises:
-        LaunchError: there are none.
-    """
+    """Return the first of ``count`` consecutive free ports."""
     for _ in range(200):
         first = _FIRST_PORT + secrets.randbelow(_LAST_PORT - _FIRST_PORT - count)
         if not any(_is_taken(first + i) for i in range(count)):
@@ -101,11 +94,7 @@ def free_ports(count: int) -> int:
 
 
 def start(rendered: RenderedJob) -> SupervisedJob:
-    """Start processes that have TF_CONFIG.
-
-    Raises:
-        ConfigError: one of their ports is taken: TensorFlow would say so only after minutes.
-    """
+    """Start processes that have TF_CONFIG."""
     configs = [json.loads(command.env["TF_CONFIG"]) for command in rendered.commands]
     for config in configs:
         kind, index = config["task"]["type"], config["task"]["index"]

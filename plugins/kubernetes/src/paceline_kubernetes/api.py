@@ -308,11 +308,7 @@ class KubernetesJob(PolledJob):
                 yield prefix + line
 
     def cancel(self) -> None:
-        """Delete the job and everything that it owns; its pods first have time to save.
-
-        Raises:
-            LaunchError: the API server refused it, or is not that of the job.
-        """
+        """Delete the job and everything that it owns; its pods first have time to save."""
         if self._other_cluster and self._cluster.get(self._kind, self._name) is None:
             raise LaunchError(f"{self._other_cluster}. Set KUBECONFIG to the file that describes its cluster.")
         self._cluster.delete(self._kind, self._name)

@@ -40,11 +40,7 @@ _USAGE_EXIT_CODE = 2  # a usage error, which another pod would repeat
 
 
 def manifests(spec: LaunchSpec, options: KubernetesOptions) -> list[Manifest]:
-    """Return the job's objects in the order of their creation; the job itself is last.
-
-    Raises:
-        ConfigError: Kubernetes would refuse a name, or the run would be lost with its pods.
-    """
+    """Return the job's objects in the order of their creation; the job itself is last."""
     name = _check_name(spec, options)
     _check_run(spec, options)
     if spec.nodes[0] < spec.nodes[1] and spec.rank_launcher == "spawn":

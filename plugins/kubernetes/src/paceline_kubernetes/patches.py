@@ -22,9 +22,6 @@ def apply_patches(objects: Sequence[Mapping[str, Any]], path: Path) -> list[dict
 
     Mappings are merged, and null removes a key. Entries of a list with a ``name`` (containers, variables, volumes) are
     merged into the entry of that name, or added; other lists are replaced.
-
-    Raises:
-        ConfigError: the file cannot be read, or a document changes nothing.
     """
     try:
         patches = [patch for patch in yaml.safe_load_all(path.read_text(encoding="utf-8")) if patch is not None]

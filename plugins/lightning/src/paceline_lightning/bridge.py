@@ -106,11 +106,7 @@ def refuse_callbacks(given: list[Any]) -> None:
 
 
 def configure_optimizer(module: pl.LightningModule) -> tuple[Optimizer, list[Any]]:
-    """Return the module's optimizer, and the ``LRSchedulerConfig`` of each of its schedulers.
-
-    Raises:
-        TaskError: there is no optimizer, or there are several, or something is misconfigured.
-    """
+    """Return the module's optimizer, and the ``LRSchedulerConfig`` of each of its schedulers."""
     where = f"{type(module).__name__}.configure_optimizers"
     returned = module.configure_optimizers()
     if returned is None:
@@ -154,11 +150,7 @@ class Schedulers:
                 config.scheduler.step()
 
     def on_epoch_end(self, epoch: int, metrics: Mapping[str, Any]) -> None:
-        """Count an epoch.
-
-        Raises:
-            TaskError: a scheduler waits for a metric that was not logged.
-        """
+        """Count an epoch."""
         for config in self._configs:
             if config.interval != "epoch" or (epoch + 1) % config.frequency:
                 continue

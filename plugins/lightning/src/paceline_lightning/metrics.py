@@ -59,9 +59,6 @@ class StepLog:
         Args:
             due: the step is reported.
             first: nothing is known of what is logged.
-
-        Raises:
-            TaskError: something is logged by epochs that was not in the run's first step.
         """
         entries, self._entries = self._entries, {}
         if not (due or first or self._epoch):
@@ -127,11 +124,7 @@ def _mean(totals: list[list[float]]) -> float:
 
 
 def checked(name: str, value: Any) -> Any:
-    """Check a value of ``self.log``: a number, or a tensor of one.
-
-    Raises:
-        TaskError: it is something else.
-    """
+    """Check a value of ``self.log``: a number, or a tensor of one."""
     if isinstance(value, torch.Tensor):
         if value.numel() == 1:
             return value.detach()

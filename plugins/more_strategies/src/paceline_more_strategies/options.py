@@ -211,11 +211,7 @@ class ServerOptions(OptionGroup):
             )
 
     def servers_of(self, world_size: int) -> int:
-        """Return the number of servers among this number of ranks.
-
-        Raises:
-            ConfigError: no rank is left to be a worker.
-        """
+        """Return the number of servers among this number of ranks."""
         if world_size < 2:
             raise ConfigError(
                 "--strategy ps needs a server and a worker, but there is one process. "

@@ -32,9 +32,6 @@ def partition_parameters(sizes: Sequence[int], servers: int) -> tuple[range, ...
 
     Args:
         sizes: the numbers of elements of the parameters.
-
-    Raises:
-        ConfigError: there are fewer parameters than servers.
     """
     if len(sizes) < servers:
         raise ConfigError(

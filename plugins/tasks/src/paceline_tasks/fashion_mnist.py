@@ -118,9 +118,6 @@ def load_fashion_mnist(
 
     Returns:
         Images, uint8 (N, 1, 28, 28), and labels, int64 (N,).
-
-    Raises:
-        DataError: it is nowhere and cannot be downloaded; the message names the ways to get it.
     """
     if split not in FILES:
         raise DataError(f"Fashion-MNIST has no split {split!r}; it has {' and '.join(FILES)}.")

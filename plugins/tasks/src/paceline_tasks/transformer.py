@@ -65,9 +65,6 @@ def load_stdlib_text(split: str, root: Path | None = None) -> torch.Tensor:
 
     Returns:
         uint8 (N,).
-
-    Raises:
-        DataError: there are no sources, as in a Python that is packed into an archive.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     text = b"".join((root / path).read_bytes() for path in source_files(root) if split_of(path) == split)

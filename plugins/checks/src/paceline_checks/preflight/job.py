@@ -60,9 +60,6 @@ def local_ranks(spec: LaunchSpec, command: tuple[str, ...], options: RendezvousO
 
     Args:
         options: have the place of this node; default: the job has.
-
-    Raises:
-        ConfigError: the place of one of several nodes is not given.
     """
     placement = options or spec.placement
     if spec.nodes[1] > 1 and (placement.node_rank is None or placement.rdzv_endpoint is None):

@@ -116,11 +116,7 @@ def all_cases() -> tuple[StrategyCase, ...]:
 
 
 def select_cases(text: str | None) -> tuple[StrategyCase, ...]:
-    """Return the cases that ``--strategies`` names, by default all.
-
-    Raises:
-        ConfigError: a name is unknown; suggests the nearest.
-    """
+    """Return the cases that ``--strategies`` names, by default all."""
     if text is None:
         return all_cases()
     known = {case.name: case for case in all_cases()}
