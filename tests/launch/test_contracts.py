@@ -103,7 +103,7 @@ def test_ranks_that_the_launcher_did_not_number_are_told(run_processes: Any) -> 
 
 def test_placeholders_leave_other_braces_alone() -> None:
     command = ("x", "--url=tcp://{master_addr}:{master_port}", "{node_rank}/{nnodes}", '{"a": {}}', "{{node_rank}}")
-    place = {"master_port": 4, "node_rank": 1, "nodes": 2}
+    place = {"master_port": 4, "node_rank": 1, "nnodes": 2}
     assert expand_placeholders(("{local_rank}", "{{local_rank}}"), master_addr="a", local_rank=3, **place) == (
         "3",
         "{local_rank}",

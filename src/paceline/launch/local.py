@@ -46,7 +46,7 @@ def process_command(spec: LaunchSpec, local_rank: int | str | None) -> tuple[str
         master_addr=host,
         master_port=port,
         node_rank=spec.placement.node_rank or 0,
-        nodes=spec.nodes[0],
+        nnodes=spec.nodes[0],
         local_rank=local_rank,
         rank=spec.first_rank + local_rank if isinstance(local_rank, int) else None,
         world_size=spec.world_size if isinstance(local_rank, int) else None,

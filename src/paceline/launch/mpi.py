@@ -27,21 +27,10 @@ from paceline.launch.launcher import (
 )
 from paceline.launch.rank import rank_command
 from paceline.launch.rank_variables import has_placeholders, interface_variables
-from paceline.launch.submit import ForegroundLauncher
+from paceline.launch.submit import MachinesLauncher
 from paceline.launch.supervisor import ForegroundJob, RankStarter, SupervisedJob
 
 # --- What mpirun and horovodrun have in common: they start every rank themselves, on a list of machines ---
-
-
-def resolve_sizes(
-    hosts: str | None, nodes: tuple[int, int], nproc: tuple[int, ...] | None
-) -> tuple[tuple[int, int], tuple[int, ...] | None]:
-    """Return the numbers of nodes and processes, from ``--hosts`` if it is given.
-
-    Raises:
-        ConfigError: it contradicts ``--nodes`` or ``--nproc``, or names no machine.
-    """
-    return (nodes, nproc) if hosts is None else nodes_of(read_hosts(hosts), nodes, nproc)
 
 
 def place_on_hosts(spec: LaunchSpec, hosts: tuple[Host, ...]) -> LaunchSpec:
@@ -120,20 +109,13 @@ class RenderedMpi(RenderedJob):
     mpi: Mpi
 
 
-class MpiLauncher(ForegroundLauncher):
+class MpiLauncher(MachinesLauncher):
     """Starts the ranks with mpirun."""
 
     name = "mpi"
     rank_launchers = ("mpi",)
     env_styles = ("torch", "tensorflow", "mpi", "none")
     extra = "mpi"
-    preallocated = True
-
-    def resolve_sizes(
-        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: MpiOptions | None
-    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
-        """Set the job's nodes to all hosts, with as many processes as their slots."""
-        return resolve_sizes(options.hosts if options is not None else None, nodes, nproc)
 
     def render(self, spec: LaunchSpec, options: MpiOptions | None = None) -> RenderedMpi:
         options = options or MpiOptions()

@@ -118,7 +118,7 @@ def _run(options: argparse.Namespace, environment: NodeEnvironment) -> int:
         master_addr=host,
         master_port=port,
         node_rank=environment.node_rank,
-        nodes=environment.nodes,
+        nnodes=environment.nodes,
     )
     # torchrun's and spawn's launchers expand the rest.
     command = expand(options.command, keep_literals=options.rank_launcher != "agent")
@@ -144,7 +144,8 @@ def _run(options: argparse.Namespace, environment: NodeEnvironment) -> int:
             return code
         options.interface = options.interface or interface
     if options.rank_launcher == "agent":
-        return _become(_agent_command(command, options, environment, endpoint, joins=joins))
+        agent = _agent_command(command, options, environment, endpoint, joins=joins)
+        os.execvp(agent[0], agent)
     leaves_stop_codes = STOP_CODES in os.environ
     if leaves_stop_codes and options.rank_launcher == "spawn":  # torchrun's launcher wraps what torchrun starts
         command = stop_codes_command(sys.executable, command)
@@ -212,10 +213,6 @@ def _agent_command(
     if options.interface is not None:
         words += ["--interface", options.interface]
     return tuple(words)
-
-
-def _become(command: tuple[str, ...]) -> int:
-    os.execvp(command[0], command)
 
 
 def _await_name(host: str) -> None:

@@ -145,7 +145,7 @@ def _expand(command: Sequence[str], environment: Environment) -> tuple[str, ...]
         master_addr=str(environment.master_addr),
         master_port=environment.master_port or 0,
         node_rank=environment.node_rank,
-        nodes=environment.nodes,
+        nnodes=environment.nodes,
         local_rank=environment.local_rank,
         rank=environment.rank,
         world_size=environment.world_size,

@@ -106,16 +106,7 @@ def _named(command: Sequence[str]) -> set[str | None]:
 
 
 def expand_placeholders(
-    command: Sequence[str],
-    *,
-    master_addr: str,
-    master_port: int,
-    node_rank: int,
-    nodes: int,
-    local_rank: int | str | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    keep_literals: bool = False,
+    command: Sequence[str], *, keep_literals: bool = False, **values: int | str | None
 ) -> tuple[str, ...]:
     """Return the command with the placeholders replaced: ``{master_addr}``, ``{local_rank}`` and so on.
 
@@ -123,26 +114,14 @@ def expand_placeholders(
     so do variables of the shell, ``${rank}``.
 
     Args:
-        master_addr: the machine of rank 0.
-        local_rank: the process's number on its node, or what another launcher will replace by it; None: stays.
-        rank: the process's number in the job; None: stays.
-        world_size: the job's processes; None: stays.
         keep_literals: leave doubled braces to a later call.
+        values: by the names of the placeholders; those without a value stay.
     """
-    values: dict[str, int | str | None] = {
-        "master_addr": master_addr,
-        "master_port": master_port,
-        "node_rank": node_rank,
-        "nnodes": nodes,
-        "local_rank": local_rank,
-        "rank": rank,
-        "world_size": world_size,
-    }
 
     def expanded(match: re.Match[str]) -> str:
         if match["literal"]:
             return match[0] if keep_literals else match[0][1:-1]
-        value = values[match["name"]]
+        value = values.get(match["name"])
         return match[0] if value is None else str(value)
 
     return tuple(_PLACEHOLDER.sub(expanded, word) for word in command)

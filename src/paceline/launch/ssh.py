@@ -28,7 +28,7 @@ from paceline.core.signals import (
     handle_signals,
     interrupt_at_exit,
 )
-from paceline.launch.hosts import Host, nodes_of, read_hosts
+from paceline.launch.hosts import Host, read_hosts
 from paceline.launch.launcher import (
     Command,
     JobHandle,
@@ -39,7 +39,7 @@ from paceline.launch.launcher import (
 )
 from paceline.launch.node import node_command
 from paceline.launch.ssh_remote import READY
-from paceline.launch.submit import ForegroundLauncher
+from paceline.launch.submit import MachinesLauncher
 from paceline.launch.supervisor import ForegroundJob
 from paceline.runs.failures import STOPPED
 
@@ -510,18 +510,11 @@ class RenderedSsh(RenderedJob):
     hosts: tuple[Host, ...]
 
 
-class Ssh(ForegroundLauncher):
+class Ssh(MachinesLauncher):
     """One ssh a machine, for as long as the job lasts."""
 
     name = "ssh"
     rank_launchers = ("torchrun", "spawn", "agent")
-    preallocated = True
-
-    def resolve_sizes(
-        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: SshOptions | None
-    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
-        """Set the job's nodes to all hosts, with as many processes as their slots."""
-        return nodes_of((options or SshOptions()).machines, nodes, nproc)
 
     def render(self, spec: LaunchSpec, options: SshOptions | None = None) -> RenderedSsh:
         """Render one ssh for each machine, and the script that it sends there."""

@@ -23,6 +23,7 @@ from paceline.core.files import write_atomically
 from paceline.core.job import RecoveryPolicy, WorkerConfig, default_run_path
 from paceline.core.options import flag
 from paceline.core.task_loading import split_spec
+from paceline.launch.hosts import nodes_of, read_hosts
 from paceline.launch.job_records import (
     JobRecord,
     add_record,
@@ -86,6 +87,19 @@ class ForegroundLauncher(ClusterLauncher):
 
     def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
         return BackgroundJob(reference)
+
+
+class MachinesLauncher(ForegroundLauncher):
+    """Starts its job on the user's own machines, which its option ``--hosts`` names."""
+
+    preallocated = True
+
+    def resolve_sizes(
+        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: Any
+    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
+        """Set the job's nodes to all hosts, with as many processes as their slots."""
+        hosts = getattr(options, "hosts", None)
+        return (nodes, nproc) if hosts is None else nodes_of(read_hosts(hosts), nodes, nproc)
 
 
 def task_spec(launcher: Launcher, config: RunConfig, own: Any, options: JobOptions) -> LaunchSpec:

@@ -209,7 +209,8 @@ def training_job(spec: LaunchSpec, options: SageMakerOptions) -> tuple[Request, 
         request["InputDataConfig"] = [{"ChannelName": "code", "DataSource": {"S3DataSource": data_source}}]
     else:
         request["HyperParameters"] = _hyperparameters(name, f"{source}/{SOURCE}", spec, options)
-    environment = {**_threads(spec), **spec.env}
+    threads = {} if spec.threads is None else {"OMP_NUM_THREADS": str(spec.threads)}
+    environment = {**threads, **spec.env}
     if environment:
         request["Environment"] = environment
     request["ResourceConfig"] = {
@@ -303,10 +304,6 @@ def _arguments_by_name(arguments: list[str], distribution: str) -> dict[str, str
             )
         named[name[2:]] = value
     return named
-
-
-def _threads(spec: LaunchSpec) -> dict[str, str]:
-    return {} if spec.threads is None else {"OMP_NUM_THREADS": str(spec.threads)}
 
 
 def _check(name: str, spec: LaunchSpec, options: SageMakerOptions) -> None:

@@ -49,11 +49,9 @@ def reinitialized_parameters(module: nn.Module, config: RunConfig) -> set[str]:
     if options.reset_head:
         head = last_layer(module)
         fresh |= {name for name in state if name.rpartition(".")[0] == head}
-        shared = [
-            name
-            for name, parameter in module.named_parameters(remove_duplicate=False)
-            if name not in fresh and any(parameter is module.get_parameter(own) for own in fresh & _own(module))
-        ]
+        named = dict(module.named_parameters(remove_duplicate=False))
+        heads = {id(named[name]) for name in fresh & named.keys()}
+        shared = [name for name, parameter in named.items() if name not in fresh and id(parameter) in heads]
         if shared:
             raise ConfigError(
                 f"--reset-head: the last layer ({head}) shares its weights with {join_names(shared)}. Name "
@@ -66,10 +64,6 @@ def last_layer(module: nn.Module) -> str:
     """Return the name of the last module that has parameters of its own."""
     *_, last = (name.rpartition(".")[0] for name, _ in module.named_parameters(remove_duplicate=False))
     return last
-
-
-def _own(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
 
 def _load(

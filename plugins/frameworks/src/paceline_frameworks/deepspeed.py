@@ -317,13 +317,6 @@ class ZeroOptimizer(ShardedOptimizer):
             yield flat, [(numbers[id(parameter)], parameter) for parameter in group]
 
 
-def optimizer_of(module: torch.nn.Module) -> ZeroOptimizer:
-    """Return the model's :class:`ZeroOptimizer`."""
-    optimizer = module.zero_optimizer
-    assert isinstance(optimizer, ZeroOptimizer)
-    return optimizer
-
-
 def _is_elementwise(value: Any, shape: torch.Size) -> bool:
     """Return whether this is an elementwise state of a parameter, not a number such as a step count."""
     return isinstance(value, torch.Tensor) and value.shape == shape and value.dim() > 0
@@ -365,10 +358,6 @@ class DeepSpeedLayout(Replicated):
         self._world.broadcast_module(module)
         self._module = module
         return module
-
-    def make_ema_model(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
-        assert self._stage < 3
-        return super().make_ema_model(build, like, device)
 
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
         base = require_element_by_element(optimizers)
@@ -452,7 +441,7 @@ class DeepSpeed(ExternalReduceStrategy):
         plan = ReductionPlan(sum(options.work_split), mesh.world.world_size, "allreduce", options.work_split)
         super().__init__(module, mesh, plan, options)
         self._world = mesh.world
-        self._optimizer = optimizer_of(module)
+        self._optimizer: ZeroOptimizer = module.zero_optimizer  # type: ignore[assignment]
         self.model = self._optimizer.engine
 
     def begin_step(self, present: Sequence[int]) -> None:

@@ -37,12 +37,11 @@ from paceline.launch.mpi import (
     command_of_a_rank,
     host_list,
     place_on_hosts,
-    resolve_sizes,
     variables,
 )
 from paceline.launch.rendering import refuse_secrets
 from paceline.launch.slurm_script import command_of_shielded_rank, fixed_size, quoted, run_shielded, shielded
-from paceline.launch.submit import ForegroundLauncher
+from paceline.launch.submit import MachinesLauncher
 from paceline.launch.supervisor import ForegroundJob, ProcessGroup, RankStarter, SupervisedJob
 from paceline.runs.directory import RunDirectory
 
@@ -67,19 +66,12 @@ class HorovodOptions:
     horovod_args: str | None = option("More options for horovodrun, such as --horovod-args='-v'.")
 
 
-class HorovodLauncher(ForegroundLauncher):
+class HorovodLauncher(MachinesLauncher):
     """Starts the ranks with horovodrun."""
 
     name = "horovod"
     rank_launchers = ("horovod",)
     env_styles = ("horovod", "torch", "tensorflow", "none")
-    preallocated = True
-
-    def resolve_sizes(
-        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: HorovodOptions | None
-    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
-        """Set the job's nodes to all hosts, with as many processes as their slots."""
-        return resolve_sizes(options.hosts if options is not None else None, nodes, nproc)
 
     def render(self, spec: LaunchSpec, options: HorovodOptions | None = None) -> RenderedJob:
         options = options or HorovodOptions()

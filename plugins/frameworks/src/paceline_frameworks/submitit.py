@@ -119,7 +119,7 @@ def executor_parameters(
         return parameters
     if cpus_per_task is not None:
         parameters["cpus_per_task"] = cpus_per_task
-    others = dict(word.split("=", 1) for word in options.slurm)
+    others = dict(word.lstrip("-").split("=", 1) for word in options.slurm)
     parameters |= {f"slurm_{key}": value for key in _SBATCH if (value := getattr(options, key)) is not None}
     if options.setup:
         parameters["slurm_setup"] = list(options.setup)
@@ -128,13 +128,8 @@ def executor_parameters(
     if options.array_parallelism is not None:
         parameters["slurm_array_parallelism"] = options.array_parallelism
     signal_option = {"signal": f"{signal_name}@{options.signal_delay_s}"}
-    parameters["slurm_additional_parameters"] = {**signal_option, **_plain(others)}
+    parameters["slurm_additional_parameters"] = {**signal_option, **others}
     return parameters
-
-
-def _plain(others: Mapping[str, str]) -> dict[str, str]:
-    """Without the dashes that users may write before a name."""
-    return {key.lstrip("-"): value for key, value in others.items()}
 
 
 # --- A job that submitit has submitted, found again by its folder and number; no pickle is loaded here ---
@@ -203,7 +198,7 @@ class SubmititJob(PolledJob):
     def logs(self, *, follow: bool = False) -> Iterator[str]:
         paths = [self._folder / f"{self.id}_{task}_log.{kind}" for task in range(self._tasks) for kind in self._kinds]
         # A controller on another machine is unknown here, and its tasks leave their codes all the same.
-        ended = self.poller().ended if self._reference["executor"] == "slurm" else self._has_ended
+        ended = self.poller().ended if self._reference["executor"] == "slurm" else lambda: self.status().ended
         yield from follow_files(lambda: paths, ended=ended if follow else None)
 
     def cancel(self) -> None:
@@ -223,9 +218,6 @@ class SubmititJob(PolledJob):
             with suppress(psutil.NoSuchProcess):
                 # submitit's controller passes SIGTERM on; at SIGINT it kills its tasks after a second.
                 process.send_signal(signal.SIGTERM if self._reference["is_command"] and not asked else signal.SIGINT)
-
-    def _has_ended(self) -> bool:
-        return self.status().ended
 
     @property
     def log_location(self) -> str:

@@ -10,12 +10,10 @@ many steps: evaluated, saved, stopped and continued as such. :mod:`paceline_more
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, TaskError
-from paceline.core.options import Interval
 from paceline.core.task import Callback
 from paceline.data.stream import StreamLoader
 from paceline.parallel.reducer import StepSums
@@ -88,7 +86,7 @@ class SyncPoints:
         intervals = [config.evaluation.eval_every, *config.records.checkpoint_every]
         assert data.total_steps is not None
         assert data.steps_per_epoch is not None
-        self._every = _steps(intervals)
+        self._every = [interval.steps for interval in intervals if interval.steps is not None]
         self._total_steps = data.total_steps
         self._steps_per_epoch = data.steps_per_epoch
 
@@ -99,10 +97,6 @@ class SyncPoints:
             self._steps_per_epoch - progress.step_in_epoch,
             *(every - progress.step % every for every in self._every),
         )
-
-
-def _steps(intervals: Sequence[Interval]) -> list[int]:
-    return [interval.steps for interval in intervals if interval.steps is not None]
 
 
 def compute_step(group: GroupContext, states: StateManager, step: int, step_in_epoch: int) -> StepSums:

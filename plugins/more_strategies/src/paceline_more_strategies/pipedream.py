@@ -94,12 +94,6 @@ class PipeDreamStaleness:
         self.forwards += microbatches
         self.largest = max(self.largest, int(stale > 0))
 
-    def add(self, other: Sequence[int]) -> None:
-        """Add another stage's ``total``, ``forwards``, ``largest``."""
-        self.total += other[0]
-        self.forwards += other[1]
-        self.largest = max(self.largest, other[2])
-
     @property
     def stats(self) -> dict[str, float]:
         """The entries of the run's result."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from paceline.core.built_in import VERIFIED
 from paceline.core.config import all_options, config_from_mapping, select
 from paceline.core.errors import ConfigError
-from paceline.core.options import at_least, flag, parse_mesh
+from paceline.core.options import at_least, flag
 from paceline.core.plugins import has_part, import_object
 from paceline.core.task_loading import check_spec
 from paceline.runs.directory import RunDirectory
@@ -70,7 +71,7 @@ class StrategyCase:
         mesh = self.options.get("mesh")
         if mesh is None:
             return dict(self.options)
-        fixed = math.prod(size for size in _axes(mesh.replace("*", "1")).values())
+        fixed = math.prod(map(int, re.findall(r"=\s*(\d+)", mesh)))
         if world_size % fixed:
             return None
         return {**self.options, "mesh": mesh.replace("*", str(world_size // fixed))}
@@ -139,11 +140,6 @@ def parse_worlds(text: str) -> tuple[int, ...]:
             raise ConfigError(f"--worlds must be numbers of processes such as 1,2,4, but is {text!r}.")
         worlds.add(int(word))
     return tuple(sorted(worlds))
-
-
-def _axes(mesh: str) -> dict[str, int]:
-    names = tuple(part.partition("=")[0].strip() for part in mesh.split(","))
-    return parse_mesh(mesh, names)
 
 
 # --- The request. No torch ---
