@@ -27,9 +27,9 @@ from moto.sagemaker.responses import SageMakerResponse
 from moto.server import ThreadedMotoServer
 
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.launch.launcher import LaunchSpec
+from paceline.launch.launcher import LaunchSpec, RenderedJob
 from paceline_clouds.options import SageMakerOptions
-from paceline_clouds.sagemaker import LOG_GROUP, RenderedSageMaker, SageMaker, pack
+from paceline_clouds.sagemaker import LOG_GROUP, SageMaker, pack
 
 pytestmark = pytest.mark.aws
 
@@ -96,7 +96,7 @@ def at_work(name: str, secondary: str) -> FakeTrainingJob:
     return job
 
 
-def render(options: dict[str, Any] | None = None, **fields: Any) -> RenderedSageMaker:
+def render(options: dict[str, Any] | None = None, **fields: Any) -> RenderedJob:
     described: dict[str, Any] = {
         "command": ("python", "train.py", "--lr", "0.1"),
         "name": "train",

@@ -344,7 +344,7 @@ def test_a_script_in_the_pods_of_a_train_job(run_processes: Any, tmp_path: Path)
         python=sys.executable,
         master_port=run_processes.free_port(),
     )
-    job = Kubernetes().render(spec, KubernetesOptions(image="train:1")).objects[-1]["spec"]["trainer"]
+    job = Kubernetes().render(spec, KubernetesOptions(image="train:1")).request[-1]["spec"]["trainer"]
     pods = []
     for index in ("0", "1"):
         env = {variable["name"]: variable["value"] for variable in job["env"]}

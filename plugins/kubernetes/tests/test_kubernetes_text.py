@@ -39,7 +39,7 @@ def render(options: dict[str, Any], **fields: Any) -> RenderedJob:
     }
     rendered = Kubernetes().render(LaunchSpec(**described), KubernetesOptions(**{"image": IMAGE, **options}))
     documents = list(yaml.safe_load_all(rendered.files["job.yaml"]))
-    assert documents == list(rendered.objects)
+    assert documents == list(rendered.request)
     for document in documents:
         check(document)
     return rendered

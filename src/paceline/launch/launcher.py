@@ -47,12 +47,14 @@ class RenderedJob:
     Attributes:
         files: texts by name, to be written into the job's directory.
         commands: to run here, one after another or all at once, as the launcher does.
+        request: what else the launcher itself needs to submit the job, in its own form.
     """
 
     spec: LaunchSpec
     options: Any = None
     files: Mapping[str, str] = field(default_factory=dict)
     commands: tuple[Command, ...] = ()
+    request: Any = None
 
     @property
     def text(self) -> str:

@@ -102,13 +102,6 @@ class MpiOptions:
     mpi_args: str | None = option("More options for mpirun, such as --mpi-args='--mca pml ucx'.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RenderedMpi(RenderedJob):
-    """An mpirun command."""
-
-    mpi: Mpi
-
-
 class MpiLauncher(MachinesLauncher):
     """Starts the ranks with mpirun."""
 
@@ -117,7 +110,7 @@ class MpiLauncher(MachinesLauncher):
     env_styles = ("torch", "tensorflow", "mpi", "none")
     extra = "mpi"
 
-    def render(self, spec: LaunchSpec, options: MpiOptions | None = None) -> RenderedMpi:
+    def render(self, spec: LaunchSpec, options: MpiOptions | None = None) -> RenderedJob:
         options = options or MpiOptions()
         refuse_unsupported(spec, self.name, resources=True)
         hosts = read_hosts(options.hosts) if options.hosts is not None else ()
@@ -130,12 +123,11 @@ class MpiLauncher(MachinesLauncher):
         argv = (program, *arguments, *shlex.split(options.mpi_args or ""), *command_of_a_rank(spec, hosts))
         title = f"{_TITLES[mpi]} starts {spec.world_size} ranks"
         command = Command(title=title, argv=argv, env=env)
-        return RenderedMpi(spec=spec, options=options, commands=(command,), mpi=mpi)
+        return RenderedJob(spec=spec, options=options, commands=(command,), request=mpi)
 
     def submit(self, rendered: RenderedJob) -> JobHandle:
-        assert isinstance(rendered, RenderedMpi)
         program = rendered.commands[0].argv[0]
-        _check_installed(program, rendered.mpi)
+        _check_installed(program, rendered.request)
         # mpirun kills its ranks on SIGTERM; SIGUSR1 it passes on, and a task then saves its state.
         stop_signal = signal.SIGUSR1 if rendered.spec.is_task else None
         starter = RankStarter(name=Path(program).name, stop_signal=stop_signal)

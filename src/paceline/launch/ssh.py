@@ -503,20 +503,13 @@ class SshOptions:
         return read_hosts(self.hosts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RenderedSsh(RenderedJob):
-    """A command for each machine, in the order of their ranks."""
-
-    hosts: tuple[Host, ...]
-
-
 class Ssh(MachinesLauncher):
     """One ssh a machine, for as long as the job lasts."""
 
     name = "ssh"
     rank_launchers = ("torchrun", "spawn", "agent")
 
-    def render(self, spec: LaunchSpec, options: SshOptions | None = None) -> RenderedSsh:
+    def render(self, spec: LaunchSpec, options: SshOptions | None = None) -> RenderedJob:
         """Render one ssh for each machine, and the script that it sends there."""
         options = options or SshOptions()
         refuse_unsupported(spec, self.name, resources=True, walltime=True)
@@ -531,7 +524,7 @@ class Ssh(MachinesLauncher):
             )
             for node_rank, host in enumerate(hosts)
         )
-        return RenderedSsh(spec=spec, options=options, commands=commands, hosts=hosts)
+        return RenderedJob(spec=spec, options=options, commands=commands, request=hosts)
 
     def submit(self, rendered: RenderedJob) -> JobHandle:
         """Connect to each machine, then start the command on each.
@@ -539,7 +532,6 @@ class Ssh(MachinesLauncher):
         Raises:
             LaunchError: some cannot be reached or lack something; all of them are named, and nothing runs.
         """
-        assert isinstance(rendered, RenderedSsh)
         spec, options = rendered.spec, rendered.options
         least, most = spec.nodes
         rejoining: dict[int, Command] = {}
@@ -548,7 +540,7 @@ class Ssh(MachinesLauncher):
             later = self.render(replace(spec, preflight=()), options).commands
             rejoining = {n: command for n, command in enumerate(later) if n or spec.rank_launcher == "agent"}
         job = SshJob(
-            names=[host.name for host in rendered.hosts],
+            names=[host.name for host in rendered.request],
             commands=rendered.commands,
             outlives_machines=spec.outlives_nodes,
             connect_timeout_s=options.connect_timeout,

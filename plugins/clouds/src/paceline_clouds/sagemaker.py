@@ -11,7 +11,6 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -452,13 +451,6 @@ _IN_USE = "ResourceInUse"
 _NO_SUCH_JOB = ("ValidationException", "ResourceNotFound")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RenderedSageMaker(RenderedJob):
-    """A request, and the files to upload before it."""
-
-    request: Request
-
-
 class SageMaker(ClusterLauncher):
     """A launcher that submits jobs to SageMaker's API."""
 
@@ -468,7 +460,7 @@ class SageMaker(ClusterLauncher):
     default_run = CHECKPOINTS
     extra = "sagemaker"
 
-    def render(self, spec: LaunchSpec, options: SageMakerOptions | None = None) -> RenderedSageMaker:
+    def render(self, spec: LaunchSpec, options: SageMakerOptions | None = None) -> RenderedJob:
         """Render the request as JSON for ``aws sagemaker create-training-job --cli-input-json``."""
         options = options or SageMakerOptions()
         if spec.run is not None and str(spec.run) != CHECKPOINTS:
@@ -480,7 +472,7 @@ class SageMaker(ClusterLauncher):
         files = {"training-job.json": json.dumps(request, indent=2) + "\n"}
         if start is not None:
             files[START] = start
-        return RenderedSageMaker(spec=spec, options=options, files=files, request=request)
+        return RenderedJob(spec=spec, options=options, files=files, request=request)
 
     def remote_path(self, path: str, options: SageMakerOptions) -> str:
         """Return the path of a file of ``--source`` on the nodes."""
@@ -497,7 +489,6 @@ class SageMaker(ClusterLauncher):
 
     def submit(self, rendered: RenderedJob) -> JobHandle:
         """Upload the source, then create the job."""
-        assert isinstance(rendered, RenderedSageMaker)
         spec, options = rendered.spec, rendered.options
         name = rendered.request["TrainingJobName"]
         bucket, prefix = split_s3(f"{options.s3.rstrip('/')}/{name}/source")

@@ -33,7 +33,6 @@ from paceline.launch.launcher import (
 from paceline.launch.mpi import (
     MpiLauncher,
     MpiOptions,
-    RenderedMpi,
     command_of_a_rank,
     host_list,
     place_on_hosts,
@@ -97,7 +96,7 @@ class HorovodLauncher(MachinesLauncher):
         return RenderedJob(spec=spec, options=options, commands=(command,))
 
     def submit(self, rendered: RenderedJob) -> JobHandle:
-        if isinstance(rendered, RenderedMpi):
+        if isinstance(rendered.options, MpiOptions):
             if not check_build(rendered.spec.python).controllers["MPI"]:
                 raise LaunchError(
                     "--controller mpi: this Horovod was built without MPI. Build it where mpicxx is on PATH "
@@ -127,7 +126,7 @@ class HorovodJob(ForegroundJob):
         return code
 
 
-def _rendered_mpi(spec: LaunchSpec, options: HorovodOptions) -> RenderedMpi:
+def _rendered_mpi(spec: LaunchSpec, options: HorovodOptions) -> RenderedJob:
     """Return the mpirun command that horovodrun would run, without its shell, which ignores signals."""
     if options.horovod_args is not None:
         raise ConfigError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paceline.core.errors import LaunchError
@@ -17,13 +16,6 @@ from paceline_kubernetes.manifests import Manifest, manifests
 from paceline_kubernetes.options import KubernetesOptions
 
 
-@dataclass(frozen=True, kw_only=True)
-class RenderedKubernetes(RenderedJob):
-    """The objects to create, in order; the job itself is last."""
-
-    objects: tuple[Manifest, ...]
-
-
 class Kubernetes(ClusterLauncher):
     """A launcher that submits jobs to a cluster's API server."""
 
@@ -32,22 +24,21 @@ class Kubernetes(ClusterLauncher):
     files: ClassVar[FileSharing] = "image"
     extra = "kubernetes"
 
-    def render(self, spec: LaunchSpec, options: KubernetesOptions | None = None) -> RenderedKubernetes:
+    def render(self, spec: LaunchSpec, options: KubernetesOptions | None = None) -> RenderedJob:
         """Render the manifests as one file, which ``kubectl apply -f`` accepts too."""
         options = options or KubernetesOptions()
         objects = tuple(manifests(spec, options))
         text = "---\n".join(map(to_yaml, objects))
-        return RenderedKubernetes(spec=spec, options=options, files={"job.yaml": text}, objects=objects)
+        return RenderedJob(spec=spec, options=options, files={"job.yaml": text}, request=objects)
 
     def submit(self, rendered: RenderedJob) -> JobHandle:
         """Create the objects; the job owns the other objects, which are deleted with it."""
-        assert isinstance(rendered, RenderedKubernetes)
         options: KubernetesOptions = rendered.options
         cluster = KubernetesCluster(options.namespace, options.context)
         requested: list[Manifest] = []
         created: list[Manifest] = []
         try:
-            for manifest in rendered.objects:
+            for manifest in rendered.request:
                 requested.append(manifest)
                 with interrupt_at_exit():
                     created.append(_create(cluster, manifest))

@@ -98,21 +98,14 @@ class OptimizerServers:
         return {**state, "optimizers": whole}
 
 
-class SyncServerEngine(Engine):
+class SyncServerEngine(SyncEngine):
     """The steps are those of :class:`SyncEngine`, but only the servers update."""
 
     validate = staticmethod(require_no_callback)
 
     def __init__(self, run: RunContext, states: StateManager, world: World) -> None:
-        super().__init__(run, states, world)
         self._servers = OptimizerServers(run, states, world, world.device)
-        self._steps = SyncEngine(run, states, world, self._servers.update)
-
-    def steps(self, group: GroupContext) -> Generator[OpenStep, None, ControlFlags]:
-        return self._steps.steps(group)
-
-    def end_interval(self, group: GroupContext) -> None:
-        self._steps.end_interval(group)
+        super().__init__(run, states, world, self._servers.update)
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
         return self._servers.gather_state(state)
