@@ -24,12 +24,9 @@ def audit(run: Path, *, json: Annotated[bool, Parameter(negative="")] = False) -
     ranks fetched. The run may be finished, crashed or still active. The exit code is 0 only if no error was
     found.
 
-    Parameters
-    ----------
-    run
-        The run's directory.
-    json
-        Print the report as one line of JSON.
+    Args:
+        run: The run's directory.
+        json: Print the report as one line of JSON.
     """
     # Imported here so that --help does not wait for numpy.
     from paceline.data.audit import audit as audit_run

@@ -43,32 +43,20 @@ def export(
 
     With --format hf or peft, the model becomes a directory that transformers or peft loads, outside the registry.
 
-    Parameters
-    ----------
-    run
-        The run's directory.
-    checkpoint
-        best, last or a step. Default: the best, else the last.
-    format
-        Contents in addition to the weights: pt2 runs without the task's code, onnx without torch. Or alone:
-        hf, the whole model and its tokenizer for transformers, vLLM and TRL; peft, the adapters of --lora.
-    quantize
-        Keep weight matrices as int8 (a quarter of the size) or bf16 (half).
-    name
-        The package's name. Default: the task's.
-    tag
-        Point NAME@TAG at this package. Default: latest.
-    merge
-        Make adapters of --lora part of the weights, as every format but peft does without being asked.
-    output
-        The directory of hf or peft. Default: of that name, in RUN.
-    tolerance
-        Largest difference of an output. Default: 0.0001 of the largest output; with --quantize, 99 % (int8)
-        or 99.5 % (bf16) of the labels must be equal.
-    task
-        Where the task is now (file.py:Name), if not where the run's training found it.
-    json
-        Print one JSON object: the package's directory, digest, reference and differences.
+    Args:
+        run: The run's directory.
+        checkpoint: best, last or a step. Default: the best, else the last.
+        format: Contents in addition to the weights: pt2 runs without the task's code, onnx without torch. Or alone:
+            hf, the whole model and its tokenizer for transformers, vLLM and TRL; peft, the adapters of --lora.
+        quantize: Keep weight matrices as int8 (a quarter of the size) or bf16 (half).
+        name: The package's name. Default: the task's.
+        tag: Point NAME@TAG at this package. Default: latest.
+        merge: Make adapters of --lora part of the weights, as every format but peft does without being asked.
+        output: The directory of hf or peft. Default: of that name, in RUN.
+        tolerance: Largest difference of an output. Default: 0.0001 of the largest output; with --quantize, 99 % (int8)
+            or 99.5 % (bf16) of the labels must be equal.
+        task: Where the task is now (file.py:Name), if not where the run's training found it.
+        json: Print one JSON object: the package's directory, digest, reference and differences.
     """
     from paceline.core.built_in import DIRECTORY_FORMATS
     from paceline.core.errors import ConfigError

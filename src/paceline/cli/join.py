@@ -37,20 +37,13 @@ def join(
     All nodes must share the run's directory. The new processes copy the state from a peer and start at the
     next step; the final weights stay the same. Ctrl-C leaves after a step.
 
-    Parameters
-    ----------
-    run
-        The run's directory.
-    nproc
-        Processes on this machine. Default: as on the first node.
-    interface
-        Network interface to the other nodes, e.g. eth0.
-    token_file
-        File with the token that the run's nodes share. Default: the one in the run's directory.
-    quiet
-        Show no progress.
-    json
-        Print the run's result as JSON, as the last line.
+    Args:
+        run: The run's directory.
+        nproc: Processes on this machine. Default: as on the first node.
+        interface: Network interface to the other nodes, e.g. eth0.
+        token_file: File with the token that the run's nodes share. Default: the one in the run's directory.
+        quiet: Show no progress.
+        json: Print the run's result as JSON, as the last line.
     """
     directory = RunDirectory(run)
     if directory.path.is_dir() and not directory.has_result():

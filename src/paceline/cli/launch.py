@@ -42,32 +42,21 @@ def launch(
 
     To see a launcher's own options: paceline launch --on slurm --help.
 
-    Parameters
-    ----------
-    command
-        After --: the program and its arguments. {master_addr}, {master_port}, {node_rank}, {nnodes}, {rank},
-        {world_size} and {local_rank} in the arguments are replaced, unless their braces are doubled.
-    on
-        The launcher.
-    nodes
-        Number of nodes, N or MIN:MAX.
-    nproc
-        Processes per node: one number, or a list such as 8,4; auto: one per GPU, else per core; in a Slurm allocation
-        its tasks; gpu: one per GPU.
-    threads
-        OMP_NUM_THREADS of every process.
-    walltime
-        Time limit of the job, such as 90min or 2h, or in Slurm's forms: 12:00:00, 1-06:00.
-    max_restarts
-        How often torchrun may restart its workers.
-    interface
-        Network interface to the other nodes, e.g. eth0.
-    python
-        Python interpreter on the nodes. Default: this one; in an image, python.
-    dry_run
-        Print the whole job and start nothing; does not need the cluster.
-    json
-        Print the job as JSON.
+    Args:
+        command: After --: the program and its arguments. {master_addr}, {master_port}, {node_rank}, {nnodes}, {rank},
+            {world_size} and {local_rank} in the arguments are replaced, unless their braces are doubled.
+        on: The launcher.
+        nodes: Number of nodes, N or MIN:MAX.
+        nproc: Processes per node: one number, or a list such as 8,4; auto: one per GPU, else per core; in a Slurm
+            allocation
+            its tasks; gpu: one per GPU.
+        threads: OMP_NUM_THREADS of every process.
+        walltime: Time limit of the job, such as 90min or 2h, or in Slurm's forms: 12:00:00, 1-06:00.
+        max_restarts: How often torchrun may restart its workers.
+        interface: Network interface to the other nodes, e.g. eth0.
+        python: Python interpreter on the nodes. Default: this one; in an image, python.
+        dry_run: Print the whole job and start nothing; does not need the cluster.
+        json: Print the job as JSON.
     """
     from paceline.launch.submit import (
         choose_env_style,

@@ -301,12 +301,9 @@ def _as_word(value: Any) -> str:
 def show_config(task: str = "", *, json: Annotated[bool, Parameter(negative="")] = False) -> int:
     """Show the options that files set for each command here, and the file of each.
 
-    Parameters
-    ----------
-    task
-        The task, as for paceline train: a project's file is next to it.
-    json
-        Print them as JSON.
+    Args:
+        task: The task, as for paceline train: a project's file is next to it.
+        json: Print them as JSON.
     """
     defaults = read_defaults(task)
     rows = [

@@ -55,21 +55,15 @@ def train(
 
     To see a launcher's own options: paceline train --on slurm --help.
 
-    Parameters
-    ----------
-    task
-        file.py:Name, package.module:Name, a built-in task such as fashion-mnist, or hf:MODEL, whose options paceline
-        train hf:MODEL --help lists.
-    run_dir
-        The run's directory. Default: runs/TASK-TIME.
-    config
-        A TOML file with these options, such as a run.toml; the command line takes precedence.
-    dry_run
-        Print what would start; start nothing.
-    json
-        Print the result as JSON on the last line.
-    quiet
-        Show no progress.
+    Args:
+        task: file.py:Name, package.module:Name, a built-in task such as fashion-mnist, or hf:MODEL, whose options
+            paceline
+            train hf:MODEL --help lists.
+        run_dir: The run's directory. Default: runs/TASK-TIME.
+        config: A TOML file with these options, such as a run.toml; the command line takes precedence.
+        dry_run: Print what would start; start nothing.
+        json: Print the result as JSON on the last line.
+        quiet: Show no progress.
     """
     typed = {
         **({"task": task} if task else {}),
@@ -101,20 +95,13 @@ def resume(
 ) -> int:
     """Continue the run in directory RUN at its exact next sample, with its processes and strategy.
 
-    Parameters
-    ----------
-    run
-        The run's directory, or its address in an object store, such as s3://bucket/run1.
-    run_dir
-        With an address: the directory that is made from it. Default: runs/NAME.
-    accept_code_changes
-        Continue although files of the task have changed, which may change the bits.
-    dry_run
-        Print what would start; start nothing.
-    json
-        Print the result as JSON on the last line.
-    quiet
-        Show no progress.
+    Args:
+        run: The run's directory, or its address in an object store, such as s3://bucket/run1.
+        run_dir: With an address: the directory that is made from it. Default: runs/NAME.
+        accept_code_changes: Continue although files of the task have changed, which may change the bits.
+        dry_run: Print what would start; start nothing.
+        json: Print the result as JSON on the last line.
+        quiet: Show no progress.
     """
     from paceline.runs.code_record import require_same_code
     from paceline.runs.directory import RunDirectory

@@ -18,10 +18,8 @@ from paceline.core.plugins import find_plugins
 def version(*, json: Annotated[bool, Parameter(negative="")] = False) -> int:
     """Print the versions of Paceline and its dependencies, and the installed plug-ins.
 
-    Parameters
-    ----------
-    json
-        Print the versions as one line of JSON.
+    Args:
+        json: Print the versions as one line of JSON.
     """
     versions = {"paceline": __version__, "python": platform.python_version()}
     for package in ("torch", "numpy", "safetensors"):

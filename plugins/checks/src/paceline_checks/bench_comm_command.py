@@ -48,32 +48,19 @@ def comm(
     Over several nodes, start it with any launcher: paceline launch --on slurm --nodes 2 --nproc 8 -- -m
     paceline bench comm. The exit code is 0 if all results are right.
 
-    Parameters
-    ----------
-    backend
-        What carries the data: gloo (CPU), nccl (GPUs), mpi (mpi4py).
-    op
-        What to run; several may be given. Default: all_reduce.
-    sizes
-        Bytes, doubling from the first to the last: 8B:256MiB; or one size.
-    mode
-        A process for each rank; one process and one thread for all GPUs; or a thread for each rank.
-    nproc
-        Ranks of this machine; under another launcher with threads-per-device, of each process.
-    iterations
-        Timed repetitions of each.
-    warmup
-        Repetitions before those.
-    link_gbps
-        The link's limit in Gbit/s. Default: the network interface's, between machines.
-    interface
-        Network interface to the other machines.
-    plot
-        Write a chart into this SVG file. Needs matplotlib.
-    json
-        Print JSON.
-    markdown
-        Print Markdown.
+    Args:
+        backend: What carries the data: gloo (CPU), nccl (GPUs), mpi (mpi4py).
+        op: What to run; several may be given. Default: all_reduce.
+        sizes: Bytes, doubling from the first to the last: 8B:256MiB; or one size.
+        mode: A process for each rank; one process and one thread for all GPUs; or a thread for each rank.
+        nproc: Ranks of this machine; under another launcher with threads-per-device, of each process.
+        iterations: Timed repetitions of each.
+        warmup: Repetitions before those.
+        link_gbps: The link's limit in Gbit/s. Default: the network interface's, between machines.
+        interface: Network interface to the other machines.
+        plot: Write a chart into this SVG file. Needs matplotlib.
+        json: Print JSON.
+        markdown: Print Markdown.
     """
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"--plot writes SVG, so its name must end in .svg, but is {plot}.")

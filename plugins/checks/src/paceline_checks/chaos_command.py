@@ -39,18 +39,12 @@ def chaos(
     final weights. The exit code is 0 only if every fault was injected and recovered from, no sample was lost
     or seen twice, and the final weights equal those of the run without faults.
 
-    Parameters
-    ----------
-    task
-        file.py:Name, package.module:Name, hf:MODEL, or a built-in task such as fashion-mnist.
-    faults
-        Number of faults.
-    kinds
-        Comma-separated: kill, stop, slow, leave, join, enospc, eio, bitflip, truncate.
-    run_dir
-        Folder for both runs. Default: runs/chaos-TASK-TIME.
-    json
-        Print the report as one line of JSON.
+    Args:
+        task: file.py:Name, package.module:Name, hf:MODEL, or a built-in task such as fashion-mnist.
+        faults: Number of faults.
+        kinds: Comma-separated: kill, stop, slow, leave, join, enospc, eio, bitflip, truncate.
+        run_dir: Folder for both runs. Default: runs/chaos-TASK-TIME.
+        json: Print the report as one line of JSON.
     """
     from paceline.core.job import default_run_path
     from paceline.core.signals import handle_signals

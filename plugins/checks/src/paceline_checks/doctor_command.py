@@ -60,46 +60,27 @@ def doctor(
     The job's own launcher starts the checks, in an allocation like the job's. The exit code is 0 unless a
     check fails.
 
-    Parameters
-    ----------
-    task
-        Also try to import this task on every node. Its model's size gives the size of a checkpoint.
-    on
-        The launcher. Default: check this machine.
-    nodes
-        Number of nodes.
-    nproc
-        Processes per node of the job: one number, or a list such as 8,4.
-    threads
-        CPU threads per process of the job.
-    gpus_per_node
-        GPUs per node, to request and to find.
-    cpus_per_task
-        CPUs to request for each process of the job.
-    interface
-        Network interface to the other nodes, e.g. eth0.
-    master_port
-        Port on which the job's rank 0 will listen.
-    run_dir
-        The run's directory.
-    keep_checkpoints
-        Number of checkpoints that must fit on the disk.
-    checkpoint_size
-        Size of one checkpoint, such as 2GiB. Default: as in the run, else about 3 times the task's model.
-    timeout
-        How long to wait for all ranks, which first import torch and the task.
-    walltime
-        Time limit of the checks' job. Default: 15min, on systems with a queue.
-    env
-        K=V, for every process; may be repeated.
-    python
-        Python interpreter on the nodes. Default: this one.
-    horovod
-        Only print what Horovod was built with, as horovodrun --check-build does.
-    dry_run
-        Print the whole job and start nothing; does not need the cluster.
-    json
-        Print the report as one line of JSON.
+    Args:
+        task: Also try to import this task on every node. Its model's size gives the size of a checkpoint.
+        on: The launcher. Default: check this machine.
+        nodes: Number of nodes.
+        nproc: Processes per node of the job: one number, or a list such as 8,4.
+        threads: CPU threads per process of the job.
+        gpus_per_node: GPUs per node, to request and to find.
+        cpus_per_task: CPUs to request for each process of the job.
+        interface: Network interface to the other nodes, e.g. eth0.
+        master_port: Port on which the job's rank 0 will listen.
+        run_dir: The run's directory.
+        keep_checkpoints: Number of checkpoints that must fit on the disk.
+        checkpoint_size: Size of one checkpoint, such as 2GiB. Default: as in the run, else about 3 times the task's
+            model.
+        timeout: How long to wait for all ranks, which first import torch and the task.
+        walltime: Time limit of the checks' job. Default: 15min, on systems with a queue.
+        env: K=V, for every process; may be repeated.
+        python: Python interpreter on the nodes. Default: this one.
+        horovod: Only print what Horovod was built with, as horovodrun --check-build does.
+        dry_run: Print the whole job and start nothing; does not need the cluster.
+        json: Print the report as one line of JSON.
     """
     if horovod:
         return _show_horovod(python or sys.executable, json=json)

@@ -43,18 +43,12 @@ def verify(
     mistakes. Runs use the CPU with one thread per process, unless --device and --threads say otherwise. The
     exit code is 0 only if every strategy meets its guarantee, or cannot be used with the task.
 
-    Parameters
-    ----------
-    task
-        file.py:Name, package.module:Name, hf:MODEL, or a built-in task such as fashion-mnist.
-    strategies
-        Comma-separated names, as in the table's first column. Default: all.
-    worlds
-        Comma-separated numbers of processes.
-    steps
-        Optimizer steps of each run.
-    json
-        Print the report as one line of JSON.
+    Args:
+        task: file.py:Name, package.module:Name, hf:MODEL, or a built-in task such as fashion-mnist.
+        strategies: Comma-separated names, as in the table's first column. Default: all.
+        worlds: Comma-separated numbers of processes.
+        steps: Optimizer steps of each run.
+        json: Print the report as one line of JSON.
     """
     from paceline.core.signals import handle_signals
     from paceline_checks.verify.cases import VerificationRequest, parse_worlds, select_cases

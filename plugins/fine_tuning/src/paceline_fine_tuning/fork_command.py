@@ -37,26 +37,16 @@ def fork(
     It takes over the weights, the optimizer's state and the position in the data. The optimizer's hyperparameters and
     the schedule are those that the task builds with the new values. Start it with paceline resume.
 
-    Parameters
-    ----------
-    run
-        The run's directory, or its address in an object store; the run may be active.
-    set
-        FIELD=VALUE: the new value of a field of the task; may be repeated.
-    epochs
-        Passes over the data of the whole new run, those of RUN included.
-    max_steps
-        Steps of the whole new run, instead of epochs.
-    global_batch_size
-        Samples of a step; needs a checkpoint at an epoch's end.
-    microbatches
-        Micro-batches of a step; needs a checkpoint at an epoch's end.
-    step
-        The step of a checkpoint of RUN. Default: the newest one.
-    run_dir
-        The new run's directory. Default: runs/TASK-TIME.
-    json
-        Print the new run's directory and what differs as JSON.
+    Args:
+        run: The run's directory, or its address in an object store; the run may be active.
+        set: FIELD=VALUE: the new value of a field of the task; may be repeated.
+        epochs: Passes over the data of the whole new run, those of RUN included.
+        max_steps: Steps of the whole new run, instead of epochs.
+        global_batch_size: Samples of a step; needs a checkpoint at an epoch's end.
+        microbatches: Micro-batches of a step; needs a checkpoint at an epoch's end.
+        step: The step of a checkpoint of RUN. Default: the newest one.
+        run_dir: The new run's directory. Default: runs/TASK-TIME.
+        json: Print the new run's directory and what differs as JSON.
     """
     given = zip(OF_FORKS, (epochs, max_steps, global_batch_size, microbatches), strict=True)
     options = {name: value for name, value in given if value is not None}

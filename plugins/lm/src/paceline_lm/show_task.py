@@ -53,12 +53,9 @@ def show_task(
 ) -> int:
     """Print TASK as a Python class with its flags as fields, to be changed and trained: the same bits.
 
-    Parameters
-    ----------
-    task
-        hf:MODEL, with the flags of paceline train hf:MODEL, such as --data FILE and --pack.
-    set
-        A hyperparameter as field=value; may be repeated.
+    Args:
+        task: hf:MODEL, with the flags of paceline train hf:MODEL, such as --data FILE and --pack.
+        set: A hyperparameter as field=value; may be repeated.
     """
     from paceline_lm.language_model import LanguageModel
     from paceline_lm.transformers import TransformersTask

@@ -26,16 +26,11 @@ def gc(root: Path = _DEFAULT_ROOT, *, keep_last: int = 3, yes: Flag = False, jso
     damaged runs and packages. Files that killed processes left in /dev/shm and in the temporary directory are
     removed, too. The exit code is 0 if everything that is listed was removed.
 
-    Parameters
-    ----------
-    root
-        The folder that holds the runs.
-    keep_last
-        Keep the newest N runs of each task and packages of each name.
-    yes
-        Remove the items. Without it, nothing is removed.
-    json
-        Print one JSON object.
+    Args:
+        root: The folder that holds the runs.
+        keep_last: Keep the newest N runs of each task and packages of each name.
+        yes: Remove the items. Without it, nothing is removed.
+        json: Print one JSON object.
     """
     from paceline.core import owned_names
     from paceline.runs.package_registry import Registry

@@ -37,21 +37,15 @@ def dashboard(
 
     Reads run directories and changes nothing. Press Ctrl-C to stop it.
 
-    Parameters
-    ----------
-    roots
-        Folders of runs, or runs. Default: runs.
-    port
-        Port to listen on; 0 picks a free one.
-    host
-        Address to listen on. Addresses that other machines can reach need --token-file.
-    token_file
-        File with the token that visitors must enter; created if missing. Only its owner may read it. Default: a new
-        token, in the address on a terminal, else in a file that is named.
-    open
-        Open the page in a browser.
-    json
-        Print the address as JSON.
+    Args:
+        roots: Folders of runs, or runs. Default: runs.
+        port: Port to listen on; 0 picks a free one.
+        host: Address to listen on. Addresses that other machines can reach need --token-file.
+        token_file: File with the token that visitors must enter; created if missing. Only its owner may read it.
+            Default: a new
+            token, in the address on a terminal, else in a file that is named.
+        open: Open the page in a browser.
+        json: Print the address as JSON.
     """
     from paceline_pages.dashboard import DashboardAccess, DashboardServer, read_or_create_token
 

@@ -27,12 +27,9 @@ _COLOURS = {"running": "green", "pending": "yellow", "failed": "red", "cancelled
 def jobs(*, all: Flag = False, json: Flag = False) -> int:
     """List the jobs submitted from this machine, newest last.
 
-    Parameters
-    ----------
-    all
-        Include jobs that ended more than a day ago.
-    json
-        Print a JSON list.
+    Args:
+        all: Include jobs that ended more than a day ago.
+        json: Print a JSON list.
     """
     entries = []
     for record in read_records():
@@ -61,12 +58,9 @@ def jobs(*, all: Flag = False, json: Flag = False) -> int:
 def status(job: str, *, json: Flag = False) -> int:
     """Print the state of a job; exit code 0 unless it failed.
 
-    Parameters
-    ----------
-    job
-        The job's id, the cluster's number of it, or its name.
-    json
-        Print JSON.
+    Args:
+        job: The job's id, the cluster's number of it, or its name.
+        json: Print JSON.
     """
     record = find_record(job)
     current = record.status()
@@ -94,12 +88,9 @@ def status(job: str, *, json: Flag = False) -> int:
 def cancel(job: str, *, json: Flag = False) -> int:
     """Cancel a job and everything that it started; repeat to kill local processes that do not end.
 
-    Parameters
-    ----------
-    job
-        The job's id, the cluster's number of it, or its name.
-    json
-        Print JSON, with the job's state before.
+    Args:
+        job: The job's id, the cluster's number of it, or its name.
+        json: Print JSON, with the job's state before.
     """
     record = find_record(job)
     previous = _ask_anew(record)

@@ -40,26 +40,16 @@ def report(
     --check, the exit code is 0 if all recorded metrics, weights and programs hold with the installed libraries,
     and 1 if one does not.
 
-    Parameters
-    ----------
-    run
-        Directories of the runs. With --check also packages: NAME@TAG, a directory, or the beginning of a digest.
-    output
-        File of the page. Default: report.html in the run's directory; for several runs, comparison.html.
-    checkpoint
-        best, last or a step. Default: the best, or the last if the run has no validation.
-    split
-        Split to evaluate the models on: test or val.
-    task
-        Where the task is now (file.py:Name), if not where the run's training found it.
-    check
-        Write no page: compare each recorded metric, of all splits, with its value now.
-    tolerance
-        Largest absolute difference that --check accepts. Default: rounding of float32.
-    trust
-        Trust a package's program and task from now on; both can run code.
-    json
-        Print all figures as one line of JSON; with --check, as a line for each run.
+    Args:
+        run: Directories of the runs. With --check also packages: NAME@TAG, a directory, or the beginning of a digest.
+        output: File of the page. Default: report.html in the run's directory; for several runs, comparison.html.
+        checkpoint: best, last or a step. Default: the best, or the last if the run has no validation.
+        split: Split to evaluate the models on: test or val.
+        task: Where the task is now (file.py:Name), if not where the run's training found it.
+        check: Write no page: compare each recorded metric, of all splits, with its value now.
+        tolerance: Largest absolute difference that --check accepts. Default: rounding of float32.
+        trust: Trust a package's program and task from now on; both can run code.
+        json: Print all figures as one line of JSON; with --check, as a line for each run.
     """
     paths = list(dict.fromkeys(run))
     if check:

@@ -32,14 +32,10 @@ def pipeline(run: Path, *, svg: Path | None = None, json: Annotated[bool, Parame
     Uses the last recorded step (the processes record the 2nd, 4th, 8th, ...). Also shows the bubble that each
     schedule would have with the same stage times if communication took no time.
 
-    Parameters
-    ----------
-    run
-        The run's directory.
-    svg
-        Draw the step into this file: a row per rank, a box per forward and backward.
-    json
-        Print one JSON object.
+    Args:
+        run: The run's directory.
+        svg: Draw the step into this file: a row per rank, a box per forward and backward.
+        json: Print one JSON object.
     """
     trace = read(RunDirectory(run).path / FILE)
     if svg is not None:

@@ -28,12 +28,9 @@ def show(run: Path, *, json: Annotated[bool, Parameter(negative="")] = False) ->
     The timeline contains every fault, group of workers, join, leave, save, stop and restart. The run may be
     finished, crashed or still active.
 
-    Parameters
-        Print one JSON object.
-    run
-        The run's directory.
-    json
-        Print one JSON object instead.
+    Args:
+        run: The run's directory.
+        json: Print one JSON object instead.
     """
     directory = RunDirectory(run)
     if not directory.events.exists():

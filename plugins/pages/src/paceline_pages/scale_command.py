@@ -35,16 +35,11 @@ def scale(
     the same. The command returns once the run continues with the new number. The run needs --recover inplace.
     A Kubernetes job can be scaled within the --nodes MIN:MAX of its submission.
 
-    Parameters
-    ----------
-    run
-        The run's directory, or a job of paceline jobs.
-    nproc
-        Processes on this machine: 1 to the run's number of micro-batches.
-    nodes
-        Nodes, for a run on several or a job.
-    json
-        Print the new state as one line of JSON.
+    Args:
+        run: The run's directory, or a job of paceline jobs.
+        nproc: Processes on this machine: 1 to the run's number of micro-batches.
+        nodes: Nodes, for a run on several or a job.
+        json: Print the new state as one line of JSON.
     """
     from paceline.elastic.control import AgentConnection
 

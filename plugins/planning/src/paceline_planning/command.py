@@ -42,30 +42,18 @@ def plan(
     The model is built on the meta device: nothing is trained and no memory is allocated. The exit code is 0
     if at least one strategy fits.
 
-    Parameters
-    ----------
-    task
-        file.py:Name, package.module:Name, hf:MODEL, or a built-in task such as transformer.
-    gpus
-        Total number of GPUs, with one process each.
-    gpu_memory
-        Memory of one GPU, such as 80GiB.
-    nodes
-        Number of nodes.
-    bandwidth
-        Bandwidth of one process, such as 25GB/s.
-    tflops
-        TFLOP/s that one GPU reaches in practice: often a third of its data sheet's.
-    set
-        A hyperparameter as field=value; may be repeated.
-    global_batch_size
-        Samples per step, over all processes. Default: the task's.
-    microbatches
-        Micro-batches of a global batch. Default: the task's, or one per process.
-    device
-        cuda, or cpu for processes without a GPU, on gloo.
-    json
-        Print JSON.
+    Args:
+        task: file.py:Name, package.module:Name, hf:MODEL, or a built-in task such as transformer.
+        gpus: Total number of GPUs, with one process each.
+        gpu_memory: Memory of one GPU, such as 80GiB.
+        nodes: Number of nodes.
+        bandwidth: Bandwidth of one process, such as 25GB/s.
+        tflops: TFLOP/s that one GPU reaches in practice: often a third of its data sheet's.
+        set: A hyperparameter as field=value; may be repeated.
+        global_batch_size: Samples per step, over all processes. Default: the task's.
+        microbatches: Micro-batches of a global batch. Default: the task's, or one per process.
+        device: cuda, or cpu for processes without a GPU, on gloo.
+        json: Print JSON.
     """
     memory = _bytes("--gpu-memory", gpu_memory)
     speed = _bytes("--bandwidth", bandwidth.removesuffix("/s"))

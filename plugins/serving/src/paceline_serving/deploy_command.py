@@ -25,20 +25,14 @@ def deploy(
 ) -> int:
     """Replace the package that the server at URL serves by PACKAGE; no request fails.
 
-    Parameters
-    ----------
-    url
-        Address of the server, such as http://127.0.0.1:8000.
-    package
-        A directory, or a reference such as fashion-mnist@prod; the server must be able to read it.
-    model
-        The model's name on the server. Default: the package's.
-    allow_signature_change
-        Replace the model also if inputs, outputs or labels differ, which may break its clients.
-    token_file
-        File with the server's token; readable only by you. Default: that of your own server on this machine.
-    json
-        Print the server's answer as one line of JSON.
+    Args:
+        url: Address of the server, such as http://127.0.0.1:8000.
+        package: A directory, or a reference such as fashion-mnist@prod; the server must be able to read it.
+        model: The model's name on the server. Default: the package's.
+        allow_signature_change: Replace the model also if inputs, outputs or labels differ, which may break its clients.
+        token_file: File with the server's token; readable only by you. Default: that of your own server on this
+            machine.
+        json: Print the server's answer as one line of JSON.
     """
     from paceline_serving.client import Client
 

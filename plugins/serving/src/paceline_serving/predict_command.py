@@ -49,33 +49,21 @@ def predict(
     --describe prints the columns, types, units and ranges that MODEL takes. With --output, progress is saved: after a
     kill, the same command continues, and the result contains every row exactly once.
 
-    Parameters
-    ----------
-    model
-        A package's directory or reference (fashion-mnist@prod), or http://HOST:PORT.
-    inputs
-        Input files.
-    describe
-        Print what a row of the model's input holds, with an example, and predict nothing.
-    output
-        Write all predictions into this file: .npz, .jsonl, .parquet or .csv; - is standard output, in the format of the
-        table that is read. Default: print them.
-    nproc
-        Processes that predict; with a server, the number of connections.
-    chunk
-        Rows that are predicted and saved together.
-    devices
-        Devices of a package's processes, in turn: cpu, or cuda:0,cuda:1.
-    program
-        Which of a package's programs to run. auto: pt2, else onnx.
-    task
-        Use a package's weights with this task's own code.
-    name
-        Name of the server's model. Default: its only one.
-    token_file
-        File with the server's token.
-    json
-        Print JSON.
+    Args:
+        model: A package's directory or reference (fashion-mnist@prod), or http://HOST:PORT.
+        inputs: Input files.
+        describe: Print what a row of the model's input holds, with an example, and predict nothing.
+        output: Write all predictions into this file: .npz, .jsonl, .parquet or .csv; - is standard output, in the
+            format of the
+            table that is read. Default: print them.
+        nproc: Processes that predict; with a server, the number of connections.
+        chunk: Rows that are predicted and saved together.
+        devices: Devices of a package's processes, in turn: cpu, or cuda:0,cuda:1.
+        program: Which of a package's programs to run. auto: pt2, else onnx.
+        task: Use a package's weights with this task's own code.
+        name: Name of the server's model. Default: its only one.
+        token_file: File with the server's token.
+        json: Print JSON.
     """
     for option, value in (("nproc", nproc), ("chunk", chunk)):
         if value < 1:

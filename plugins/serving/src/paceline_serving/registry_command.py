@@ -68,10 +68,8 @@ def ls(*, json: Json = False) -> int:
 def show(package: str, *, json: Json = False) -> int:
     """Verify every byte of a package, and show it.
 
-    Parameters
-    ----------
-    package
-        The package's directory, NAME@TAG, NAME (tag latest), or a digest or the beginning of one.
+    Args:
+        package: The package's directory, NAME@TAG, NAME (tag latest), or a digest or the beginning of one.
     """
     from paceline.cli.export import as_json, print_package
     from paceline.runs.package import open_package, read_trusted
@@ -91,10 +89,8 @@ def show(package: str, *, json: Json = False) -> int:
 def tag(package: PackageName, tag: str, *, json: Json = False) -> int:
     """Point a tag at a package.
 
-    Parameters
-    ----------
-    tag
-        NAME@TAG, or TAG to use the package's own name.
+    Args:
+        tag: NAME@TAG, or TAG to use the package's own name.
     """
     from paceline.runs.package import open_package
     from paceline.runs.package_registry import Registry, parse_reference
@@ -110,10 +106,8 @@ def tag(package: PackageName, tag: str, *, json: Json = False) -> int:
 def untag(reference: str, *, json: Json = False) -> int:
     """Remove a tag; keep its package.
 
-    Parameters
-    ----------
-    reference
-        NAME@TAG.
+    Args:
+        reference: NAME@TAG.
     """
     from paceline.runs.package_registry import Registry, parse_reference
 
@@ -125,10 +119,8 @@ def untag(reference: str, *, json: Json = False) -> int:
 def rollback(reference: str, *, json: Json = False) -> int:
     """Point a tag back at its previous package.
 
-    Parameters
-    ----------
-    reference
-        NAME@TAG, or NAME (tag latest).
+    Args:
+        reference: NAME@TAG, or NAME (tag latest).
     """
     from paceline.runs.package_registry import Registry, parse_reference
 
@@ -150,10 +142,8 @@ def _print_tag(reference: PackageReference, digest: str | None, before: str | No
 def push(package: PackageName, to: str, *, json: Json = False) -> int:
     """Copy a package and its tag into another registry; it is verified before it becomes visible there.
 
-    Parameters
-    ----------
-    to
-        The other registry's directory or address (s3://BUCKET/FOLDER).
+    Args:
+        to: The other registry's directory or address (s3://BUCKET/FOLDER).
     """
     from paceline.runs.package_registry import registry_path
 
@@ -164,10 +154,8 @@ def push(package: PackageName, to: str, *, json: Json = False) -> int:
 def pull(package: PackageName, source: str, *, json: Json = False) -> int:
     """Copy a package and its tag from another registry; it is verified before it becomes visible.
 
-    Parameters
-    ----------
-    source
-        The other registry's directory or address (s3://BUCKET/FOLDER).
+    Args:
+        source: The other registry's directory or address (s3://BUCKET/FOLDER).
     """
     from paceline.runs.package_registry import registry_path
 

@@ -75,69 +75,44 @@ def serve(
 
     To replace a package while the server runs: paceline deploy URL PACKAGE.
 
-    Parameters
-    ----------
-    package
-        Directories, or references such as fashion-mnist@prod.
-    host
-        Address to listen on. An address that other machines can reach needs --token-file.
-    port
-        Port to listen on; 0 picks a free one.
-    replicas
-        Processes per package. With --on ray or kserve, MIN:MAX scales with the load.
-    devices
-        Devices of the replicas, in turn: cpu, or cuda:0,cuda:1.
-    token_file
-        File with the token that clients send (Authorization: Bearer TOKEN), or a line with a name and a token for each
-        client; readable only by you. The server reads it again when it changes.
-    max_batch
-        Largest number of rows in a batch.
-    max_queue
-        Rows that may wait, fewer while the server is slow; further requests get 429 and Retry-After.
-    timeout
-        Time limit of a request; a request may set a shorter one (Request-Timeout-Ms).
-    exact
-        Answer a row with the same bits whatever else the server computes with it: batches have sizes at which that was
-        proved when the model was loaded.
-    trust
-        Trust these packages' pt2 programs from now on; loading one can run any code.
-    on
-        Where replicas run. embedded: on this machine; ray: Ray Serve, on many nodes; kserve: on Kubernetes
-        (--dry-run prints the InferenceService).
-    engine
-        What computes the answers. transformers and vllm serve one language model by OpenAI's API: a run, which is
-        exported as --format hf first, or a directory of transformers.
-    json
-        Print one line of JSON when the server is ready.
-    grpc_port
-        Also serve gRPC, on this port of the same address.
-    max_body
-        Largest request, in MiB.
-    receive_timeout
-        How long a client may take to send a request.
-    cors_origin
-        Origin of a site whose pages may send requests and read answers, such as https://example.org; may be given
-        several times. Default: none, only the server's own page.
-    access_log
-        Log each request, without its contents.
-    threads
-        CPU threads of each replica.
-    max_wait
-        How long to wait for a batch to fill while all replicas are busy.
-    startup_timeout
-        How long a replica may take to load its model.
-    hang_timeout
-        How long a replica may compute one batch, or an engine stand still, before it is replaced.
-    drain_delay
-        After SIGTERM, how long to report "not ready" before refusing connections.
-    program
-        Which of a package's programs to run. auto: pt2, else onnx.
-    task
-        Use the weights with this task's code instead of the package's program.
-    engine_args
-        Further options of the engine's own command, such as '--tensor-parallel-size 2'.
-    ray_address
-        HOST:PORT of a Ray cluster, or auto. Default: RAY_ADDRESS; without it, a cluster on this machine.
+    Args:
+        package: Directories, or references such as fashion-mnist@prod.
+        host: Address to listen on. An address that other machines can reach needs --token-file.
+        port: Port to listen on; 0 picks a free one.
+        replicas: Processes per package. With --on ray or kserve, MIN:MAX scales with the load.
+        devices: Devices of the replicas, in turn: cpu, or cuda:0,cuda:1.
+        token_file: File with the token that clients send (Authorization: Bearer TOKEN), or a line with a name and a
+            token for each
+            client; readable only by you. The server reads it again when it changes.
+        max_batch: Largest number of rows in a batch.
+        max_queue: Rows that may wait, fewer while the server is slow; further requests get 429 and Retry-After.
+        timeout: Time limit of a request; a request may set a shorter one (Request-Timeout-Ms).
+        exact: Answer a row with the same bits whatever else the server computes with it: batches have sizes at which
+            that was
+            proved when the model was loaded.
+        trust: Trust these packages' pt2 programs from now on; loading one can run any code.
+        on: Where replicas run. embedded: on this machine; ray: Ray Serve, on many nodes; kserve: on Kubernetes
+            (--dry-run prints the InferenceService).
+        engine: What computes the answers. transformers and vllm serve one language model by OpenAI's API: a run, which
+            is
+            exported as --format hf first, or a directory of transformers.
+        json: Print one line of JSON when the server is ready.
+        grpc_port: Also serve gRPC, on this port of the same address.
+        max_body: Largest request, in MiB.
+        receive_timeout: How long a client may take to send a request.
+        cors_origin: Origin of a site whose pages may send requests and read answers, such as https://example.org; may
+            be given
+            several times. Default: none, only the server's own page.
+        access_log: Log each request, without its contents.
+        threads: CPU threads of each replica.
+        max_wait: How long to wait for a batch to fill while all replicas are busy.
+        startup_timeout: How long a replica may take to load its model.
+        hang_timeout: How long a replica may compute one batch, or an engine stand still, before it is replaced.
+        drain_delay: After SIGTERM, how long to report "not ready" before refusing connections.
+        program: Which of a package's programs to run. auto: pt2, else onnx.
+        task: Use the weights with this task's code instead of the package's program.
+        engine_args: Further options of the engine's own command, such as '--tensor-parallel-size 2'.
+        ray_address: HOST:PORT of a Ray cluster, or auto. Default: RAY_ADDRESS; without it, a cluster on this machine.
     """
     if ray_address is not None and on != "ray":
         raise ConfigError("--ray-address is only for --on ray. Add --on ray.")

@@ -56,54 +56,32 @@ def tune(
     Each trial is a run in trials/ of the search's directory, with the options of paceline train. By default
     ASHA stops trials early that fall behind.
 
-    Parameters
-    ----------
-    task
-        file.py:Name, package.module:Name, hf:MODEL, or a built-in task such as fashion-mnist.
-    search
-        Values of a field or of an option; may be repeated for others. lr=log:1e-3:1,
-        n=log-int:16:1024, momentum=uniform:0.1:0.9, n=int:1:8, width=choice:32,64, or
-        "momentum=uniform:0:1 if opt=sgd". Default: the task's.
-    constraint
-        What every configuration satisfies, such as "width * depth <= 512".
-    metric
-        NAME:min or NAME:max, to rank trials by. Default: the task's, else loss:min.
-    trials
-        Most configurations to try; with pbt, the members. Default: 128; with pbt 8.
-    repeats
-        Trials of each configuration, with different seeds, ranked by their mean. Default: 1.
-    sampler
-        random, or tpe, which learns from results. Default: random.
-    scheduler
-        asha compares trials after 1, 4, 16, ... evaluations; pbt lets bad ones continue from good ones with
-        other values; none trains each to its end. Default: asha; with --repeats none.
-    grace_period
-        Evaluations that every trial has. Default: 1.
-    reduction_factor
-        With asha, one in N trials passes a comparison; the next is N times later. Default: 4.
-    perturbation_interval
-        pbt's evaluations between changes. Default: 1.
-    stop
-        NAME=VALUE: stop trials there; repeatable.
-    budget
-        2h (wall-clock time), 100trials, 50gpu-h or $200; when it is spent, running trials save and stop.
-    price_per_hour
-        Price of the nodes, for a budget in dollars.
-    cpus_per_trial
-        CPUs of each trial. Default: --nproc times --threads.
-    gpus_per_trial
-        GPUs of each trial. Default: --nproc, if there are GPUs.
-    ray_address
-        HOST:PORT of a Ray cluster. Default: RAY_ADDRESS; without it, a new cluster on this machine.
-    run_dir
-        The search's directory. Default: runs/tune-TASK-TIME.
-    resume
-        Continue the search in --run-dir, or in DIR with --resume DIR. If TASK and all options are given again,
-        start it if it does not exist: for jobs that a queue may restart.
-    json
-        Print the result as JSON.
-    quiet
-        Show no progress.
+    Args:
+        task: file.py:Name, package.module:Name, hf:MODEL, or a built-in task such as fashion-mnist.
+        search: Values of a field or of an option; may be repeated for others. lr=log:1e-3:1,
+            n=log-int:16:1024, momentum=uniform:0.1:0.9, n=int:1:8, width=choice:32,64, or
+            "momentum=uniform:0:1 if opt=sgd". Default: the task's.
+        constraint: What every configuration satisfies, such as "width * depth <= 512".
+        metric: NAME:min or NAME:max, to rank trials by. Default: the task's, else loss:min.
+        trials: Most configurations to try; with pbt, the members. Default: 128; with pbt 8.
+        repeats: Trials of each configuration, with different seeds, ranked by their mean. Default: 1.
+        sampler: random, or tpe, which learns from results. Default: random.
+        scheduler: asha compares trials after 1, 4, 16, ... evaluations; pbt lets bad ones continue from good ones with
+            other values; none trains each to its end. Default: asha; with --repeats none.
+        grace_period: Evaluations that every trial has. Default: 1.
+        reduction_factor: With asha, one in N trials passes a comparison; the next is N times later. Default: 4.
+        perturbation_interval: pbt's evaluations between changes. Default: 1.
+        stop: NAME=VALUE: stop trials there; repeatable.
+        budget: 2h (wall-clock time), 100trials, 50gpu-h or $200; when it is spent, running trials save and stop.
+        price_per_hour: Price of the nodes, for a budget in dollars.
+        cpus_per_trial: CPUs of each trial. Default: --nproc times --threads.
+        gpus_per_trial: GPUs of each trial. Default: --nproc, if there are GPUs.
+        ray_address: HOST:PORT of a Ray cluster. Default: RAY_ADDRESS; without it, a new cluster on this machine.
+        run_dir: The search's directory. Default: runs/tune-TASK-TIME.
+        resume: Continue the search in --run-dir, or in DIR with --resume DIR. If TASK and all options are given again,
+            start it if it does not exist: for jobs that a queue may restart.
+        json: Print the result as JSON.
+        quiet: Show no progress.
     """
     from paceline_tune import plan_search
     from paceline_tune.history import read_trials
