@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -78,7 +78,7 @@ def write_tensorboard(runs: Sequence[ComparedRun], folder: Path) -> None:
         hparam_infos=[describe(name, values) for name, values in differing.items()],
         metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in tags],
     )
-    _write_events(folder, 0, [plugin_value("experiment", HParamsPluginData(experiment=experiment))])
+    write_events(folder / _LAST_FILE, 0, [plugin_value("experiment", HParamsPluginData(experiment=experiment))])
     for run in runs:
         own = folder / run.name
         own.mkdir(parents=True)
@@ -87,20 +87,22 @@ def write_tensorboard(runs: Sequence[ComparedRun], folder: Path) -> None:
                 (own / path.name).symlink_to(path.resolve())
         ended = [end_session(succeeded=run.summary.state == "finished")] if run.summary.state != "running" else []
         begun = begin_session({name: run.settings[name] for name in differing if name in run.settings})
-        _write_events(own, run.summary.step or 0, [begun, *ended], final_scalars(run.metrics))
+        write_events(own / _LAST_FILE, run.summary.step or 0, [begun, *ended], final_scalars(run.metrics))
 
 
-def _write_events(folder: Path, step: int, values: list[Any], scalars: Any = ()) -> None:
+def write_events(path: Path, step: int, values: Sequence[Any], scalars: Iterable[tuple[str, float]] = ()) -> None:
+    """Write an event file of one step, whose directory may be missing: summary values, and scalars by tag."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    values += [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars]
+    summary = Summary(value=[*values, *(Summary.Value(tag=tag, simple_value=value) for tag, value in scalars)])
     framed = io.BytesIO()
-    for event in (Event(file_version="brain.Event:2"), Event(step=step, summary=Summary(value=values))):
+    for event in (Event(file_version="brain.Event:2"), Event(step=step, summary=summary)):
         event.wall_time = time.time()
         RecordWriter(framed).write(event.SerializeToString())
-    write_atomically(folder / _LAST_FILE, framed.getvalue())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, framed.getvalue())
 
 
 # --- MLflow: a database of its own, with searches as parents of their trials ---

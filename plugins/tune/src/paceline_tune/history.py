@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import logging
 import math
@@ -13,13 +12,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from paceline.core.config import config_from_mapping, select, to_flags
 from paceline.core.files import ResilientAppendFile, read_json_lines, write_atomically
 from paceline.launch.submit import task_command
 from paceline.runs.directory import RunDirectory
+from paceline.runs.metric_writers import begin_session, end_session, plugin_value
 from paceline_tune.search import Search, SearchCost, SearchDirectory
 from paceline_tune.space import Value, assignments
 
@@ -396,9 +395,6 @@ def _trial(search: Search, trial: Trial) -> dict[str, Any]:
 
 
 # --- TensorBoard's HParams page: ``tensorboard --logdir DIRECTORY`` ---
-#
-# Each trial's run already contains its curves. This adds its parameters as an event file for TensorBoard's
-# ``hparams`` plugin (``tensorboard/plugins/hparams/api.proto``).
 
 
 _FILE = "events.out.tfevents.0000000000.hparams"
@@ -406,57 +402,30 @@ _SUCCESS_STATES = ("finished", "stopped", "goal")
 
 
 def write_hparams(search: Search, directory: SearchDirectory, journal: SearchHistory) -> None:
-    """Write the description of the search with its best value, and the parameters of each trial that has results."""
+    """Write the description of the search with its best value, and the parameters of each trial that has results.
+
+    The curves are in the trials' own event files.
+    """
     from tensorboard.plugins.hparams import api_pb2
-    from tensorboard.plugins.hparams.plugin_data_pb2 import SessionEndInfo, SessionStartInfo
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    from paceline_trackers.tracking_tools import write_events
 
     names = [dimension.name for dimension in search.parsed_space.dimensions]
     tag = f"eval/val/{search.metric_name}"
     about = f"paceline tune {search.options['task']}"
-    scalars = {}
+    scalars = []
     if ranking := journal.ranking(search.metric_name, search.mode, search.repeats):
-        scalars[f"best/val/{search.metric_name}"] = ranking[0].mean
+        scalars = [(f"best/val/{search.metric_name}", ranking[0].mean)]
         about += f"; best: trial {ranking[0].trials[0].number:05d}, {search.metric_name} {ranking[0].show()}"
     experiment = api_pb2.Experiment(
         description=about,
         hparam_infos=[api_pb2.HParamInfo(name=name) for name in names],
         metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag))],
     )
-    _write(directory.tensorboard, {"experiment": experiment}, len(journal.trials), scalars)
+    description = plugin_value("experiment", HParamsPluginData(experiment=experiment))
+    write_events(directory.tensorboard / _FILE, len(journal.trials), [description], scalars)
     for trial in journal.trials.values():
-        if not trial.results:
-            continue
-        start = SessionStartInfo(group_name=f"{trial.number:05d}")
-        for name, value in trial.parameters(search).items():
-            if isinstance(value, bool):
-                start.hparams[name].bool_value = value
-            elif value is None or isinstance(value, str):
-                start.hparams[name].string_value = str(value)
-            else:
-                start.hparams[name].number_value = float(value)
-        status = api_pb2.STATUS_SUCCESS if trial.state in _SUCCESS_STATES else api_pb2.STATUS_UNKNOWN
-        parts = {"session_start_info": start, "session_end_info": SessionEndInfo(status=status)}
-        _write(RunDirectory(directory.trial(trial.number)).tensorboard, parts)
-
-
-def _write(
-    directory: Path, parts: Mapping[str, Any], step: int = 0, scalars: Mapping[str, float] = MappingProxyType({})
-) -> None:
-    """Write parts of ``HParamsPluginData`` by name, and scalars by tag."""
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    events = [Event(file_version="brain.Event:2")]
-    for name, part in parts.items():
-        content = HParamsPluginData(**{name: part}).SerializeToString()
-        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="hparams", content=content))
-        events.append(Event(summary=Summary(value=[Summary.Value(tag=f"_hparams_/{name}", metadata=metadata)])))
-    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-    events += [Event(step=step, summary=Summary(value=values))] if values else []
-    framed = io.BytesIO()
-    for event in events:
-        RecordWriter(framed).write(event.SerializeToString())
-    directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / _FILE, framed.getvalue())
+        if trial.results:
+            row = [begin_session(trial.parameters(search)), end_session(succeeded=trial.state in _SUCCESS_STATES)]
+            write_events(RunDirectory(directory.trial(trial.number)).tensorboard / _FILE, 0, row)

@@ -6,11 +6,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from ray.tune import Trainable
-from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
 from paceline.core.errors import ConfigError
@@ -196,89 +197,70 @@ class JournalSearcher(Searcher):  # type: ignore[misc]
         """Do nothing: the journal contains everything."""
 
 
-@dataclass(frozen=True)
-class _NamedTrial:
-    """A trial with a name that stays the same over restarts of the search, unlike Tune's."""
-
-    trial_id: str
-
-
 _WORST = 1e300  # instead of infinity: numpy finds no quantile between two infinities, and so none would be below it
 
 
-class Asha(ASHAScheduler):  # type: ignore[misc]
-    """Tune's ASHA, which continues from earlier results, and stops a trial whose metric is NaN where it compares it."""
+class Asha(FIFOScheduler):  # type: ignore[misc]
+    """Stops a trial that has fallen behind the others, or whose metric is NaN, where it reaches a rung.
+
+    Asynchronous successive halving (Li et al., https://arxiv.org/abs/1810.05934). Tune's own cannot continue from
+    earlier results.
+    """
 
     def __init__(self, search: Search) -> None:
-        evaluations = search.evaluations or _MAX_EVALUATIONS
-        super().__init__(
-            time_attr=TIME,
-            metric=OBJECTIVE,
-            mode=search.mode,
-            max_t=max(evaluations, search.grace_period),
-            grace_period=search.grace_period,
-            reduction_factor=search.reduction_factor,
-        )
+        super().__init__()
+        self._evaluations = search.evaluations or _MAX_EVALUATIONS
+        self._sign = 1.0 if search.mode == "max" else -1.0
+        self._percentile = 100 * (1 - 1 / search.reduction_factor)
+        # By the highest milestone first: the values of the trials that were compared there.
+        self._rungs: list[tuple[float, dict[int, float]]] = []
+        milestone = float(search.grace_period)
+        while milestone <= self._evaluations:
+            self._rungs.insert(0, (milestone, {}))
+            milestone = search.grace_period * search.reduction_factor ** len(self._rungs)
+        self._num_stopped = 0
 
     def replay(self, results: Sequence[TrialResult], search: Search) -> None:
         """Repeat earlier comparisons in the same order."""
-        worst = -math.inf if search.mode == "max" else math.inf
         for result in results:
-            name = _NamedTrial(str(result.trial))
-            if name.trial_id not in self._trial_info:
-                super().on_trial_add(None, name)
-            value = result.value(search.metric_name)
-            if result.state in ("diverged", "failed"):
-                value = None
-            elif not result.metrics:
-                continue
-            values = {TIME: result.iteration, OBJECTIVE: worst if value is None else value}
-            self._compare(None, name, values)
-
-    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        if str(trial.config["number"]) not in self._trial_info:
-            super().on_trial_add(tune_controller, _name(trial))
+            value = None if result.state in ("diverged", "failed") else result.value(search.metric_name)
+            if value is not None or result.metrics or result.state in ("diverged", "failed"):
+                self._num_stopped += self._falls_behind(result.trial, result.iteration, value)
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        return self._compare(tune_controller, _name(trial), result)
-
-    def _compare(self, tune_controller: Any, name: _NamedTrial, result: Mapping[str, Any]) -> str:
-        value, before = result[OBJECTIVE], self._comparisons(name)
-        clipped = {**result, OBJECTIVE: min(max(value, -_WORST), _WORST)}
-        decision = str(super().on_trial_result(tune_controller, name, clipped))
-        if decision == TrialScheduler.CONTINUE and math.isinf(value) and self._comparisons(name) > before:
-            self._num_stopped += 1  # it is the worst also where it is the first
+        has_ended = result[TIME] >= self._evaluations
+        if has_ended or self._falls_behind(trial.config["number"], result[TIME], result[OBJECTIVE]):
+            self._num_stopped += 1
             return str(TrialScheduler.STOP)
-        return decision
-
-    def _comparisons(self, name: _NamedTrial) -> int:
-        return sum(name.trial_id in recorded for _, recorded in self._brackets[0]._rungs)
+        return str(TrialScheduler.CONTINUE)
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
         """Record the last result of a trial, unless it was interrupted."""
         if result.get("state") != "waiting":
-            super().on_trial_complete(tune_controller, _name(trial), result)
+            self._falls_behind(trial.config["number"], result[TIME], result[OBJECTIVE])
+
+    def _falls_behind(self, trial: int, iteration: int, value: float | None) -> bool:
+        """Compare a trial at the highest rung that it has reached and was not compared at; None is the worst value."""
+        reward = -_WORST if value is None else min(max(self._sign * value, -_WORST), _WORST)
+        for milestone, recorded in self._rungs:
+            if iteration >= milestone and trial not in recorded:
+                cutoff = self._cutoff(recorded)
+                recorded[trial] = reward
+                return reward == -_WORST or (cutoff is not None and reward < cutoff)
+        return False
+
+    def _cutoff(self, recorded: Mapping[int, float]) -> float | None:
+        return float(np.percentile(list(recorded.values()), self._percentile)) if recorded else None
 
     def debug_string(self) -> str:
         """Describe the rungs: how many trials each has seen, and the value required to pass."""
         rungs = []
-        for milestone, recorded in self._brackets[0]._rungs:
-            cutoff = self._brackets[0].cutoff(recorded)
-            condition = (
-                ""
-                if cutoff is None or abs(cutoff) > _WORST / len(recorded)
-                else f", {self._metric_op * cutoff:.6g} to pass"
-            )
+        for milestone, recorded in self._rungs:
+            cutoff = self._cutoff(recorded)
+            is_number = cutoff is not None and abs(cutoff) <= _WORST / len(recorded)
+            condition = f", {self._sign * (cutoff or 0.0):.6g} to pass" if is_number else ""
             rungs.append(f"iteration {milestone:g}: {len(recorded)} trials{condition}")
         return f"ASHA: {self._num_stopped} stopped; rungs: {' | '.join(rungs)}"
-
-    def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
-        """Remove a trial that Tune has given up."""
-        self._trial_info.pop(str(trial.config["number"]), None)
-
-
-def _name(trial: Any) -> _NamedTrial:
-    return _NamedTrial(str(trial.config["number"]))
 
 
 def make_scheduler(search: Search, results: Sequence[TrialResult]) -> TrialScheduler:
