@@ -28,10 +28,9 @@ from paceline.core.errors import ConfigError
 from paceline_serving.access import AccessPolicy
 from paceline_serving.app import Models
 from paceline_serving.batching import InvalidRequest
-from paceline_serving.grpc_server import GrpcServer
-from paceline_serving.grpc_service import check_fields
+from paceline_serving.grpc_service import GrpcServer, check_fields
 from paceline_serving.model import ServingOptions
-from paceline_serving.server import ListenAddress
+from paceline_serving.server import ListenAddress, serve
 
 MODEL = "fashion-mnist"
 TIMEOUT_S = 60
@@ -318,13 +317,7 @@ def test_a_port_that_is_none() -> None:
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in QUIET:
         monkeypatch.setenv(name, "0")
-    monkeypatch.setitem(sys.modules, "paceline_serving.grpc_service", None)
-    options = ServingOptions()
-    with pytest.raises(ConfigError, match=r"pip install 'tritonclient\[grpc\]<"):
-        GrpcServer(
-            *("127.0.0.1", 0),
-            models=Models(options),
-            options=options,
-            access=AccessPolicy(None),
-            is_draining=lambda: False,
-        )
+    monkeypatch.setitem(sys.modules, "tritonclient.grpc", None)
+    address = ListenAddress(port=0, grpc_port=0)
+    with pytest.raises(ConfigError, match=r"--grpc-port needs .*pip install 'tritonclient\[grpc\]<"):
+        asyncio.run(serve([], address, ServingOptions(), lambda url, grpc: None))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NewType
 
 from paceline.core.built_in import BUILT_IN, PACKAGES, Group
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError
 
 LauncherPlugin = NewType("LauncherPlugin", str)
 StrategyPlugin = NewType("StrategyPlugin", str)
@@ -175,6 +175,24 @@ def install_command(extra: str) -> str:
         parts = []
     wanted = [f"'{library.strip()}'" for library, _, marker in parts if f"extra == '{extra}'" in marker]
     return " ".join(["pip install", *(wanted or [f"'.[{extra}]' in a checkout of Paceline"])])
+
+
+def import_library(name: str, what: str, extra: str, error_type: type[PacelineError] = ConfigError) -> Any:
+    """Import a module of another project.
+
+    Args:
+        what: needs it, for the message.
+        extra: of Paceline, which has it; or the command that installs it.
+
+    Raises:
+        PacelineError: of ``error_type``; it cannot be imported. The message says how to install it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        missing, why = error.name or name, " ".join(str(error).split())
+        command = extra if extra.startswith("pip ") else install_command(extra)
+        raise error_type(f"{what} needs {missing} ({why}). Install it: {command}") from error
 
 
 # --- Which code is Paceline's own, in the core or in a plug-in, and not a task's or another library's ---

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from paceline.core.errors import ExportError, PackageError
 from paceline.core.inference import InferenceSignature
 from paceline.core.owned_names import own_prefix
-from paceline.core.plugins import install_command
+from paceline.core.plugins import import_library
 from paceline.core.task import Task
 from paceline.core.task_loading import BUILT_IN_TASKS, TaskReference, load_task_class
 from paceline.export.inferred_signature import restore_signature
@@ -207,14 +207,8 @@ def require_onnx() -> None:
     Raises:
         ExportError: a package is missing; says how to install it.
     """
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ExportError(
-            f"--format onnx needs {error.name}, which is not installed. Run: {install_command('onnx')}"
-        ) from error
+    for name in ("onnx", "onnxruntime", "onnxscript"):
+        import_library(name, "--format onnx", "onnx", ExportError)
 
 
 def save_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], path: Path) -> None:

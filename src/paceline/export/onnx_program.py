@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.core.errors import ConfigError, PackageError
-from paceline.core.plugins import install_command
+from paceline.core.plugins import import_library
 from paceline.runs.onnx_files import external_files
 
 
@@ -59,13 +59,5 @@ class OnnxProgram:
 
 
 def require_onnxruntime() -> Any:
-    """Return the module.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise ConfigError(f"serving ONNX needs onnxruntime: {install_command('onnx')} ({error})") from error
-    return onnxruntime
+    """Return the module, or raise a ConfigError if it is not installed."""
+    return import_library("onnxruntime", "serving ONNX", "onnx")

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import html
-import importlib
 import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
-
-from paceline.core.errors import ConfigError
-from paceline.core.plugins import install_command
 
 _T = TypeVar("_T")
 
@@ -85,21 +81,6 @@ class Series:
     xs: Sequence[float]
     ys: Sequence[float]
     dashed: bool = False
-
-
-def require_matplotlib() -> None:
-    """Check that the libraries of a report are installed.
-
-    Raises:
-        ConfigError: matplotlib, Pillow or Jinja is not installed.
-    """
-    try:
-        for module in ("jinja2", "matplotlib", "PIL"):
-            importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"a report needs {error.name}, which is not installed. Install it: {install_command('report')}"
-        ) from error
 
 
 def curves(

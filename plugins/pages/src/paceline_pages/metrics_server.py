@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from paceline.core.errors import ConfigError
+from paceline.core.plugins import import_library
 from paceline.core.standard_streams import print_status
 from paceline.runs.timeline import starts, timeline
 from paceline_pages.dashboard import Page, PageServer, read_or_create_token
@@ -115,13 +115,10 @@ class RunMetricsServer:
 
     def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
         options = config[MetricsOptions]
-        try:
-            pages = _MetricsPages(directory)
-        except ImportError as error:
-            raise ConfigError(f"--metrics-port: {error}. Install it: pip install prometheus-client") from error
+        import_library("prometheus_client", "--metrics-port", "pip install prometheus-client")
         file = options.metrics_token_file
         self._server = PageServer(
-            pages,
+            _MetricsPages(directory),
             host=options.metrics_host,
             port=options.metrics_port or 0,
             token=None if file is None else read_or_create_token(Path(file)),

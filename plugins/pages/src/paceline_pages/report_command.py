@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from paceline.cli.progress import progress_bar
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.files import write_atomically
+from paceline.core.plugins import import_library
 from paceline.runs.checkpoint_manifest import MANIFEST
 from paceline.runs.directory import RunDirectory
 
@@ -69,11 +70,11 @@ def report(
         raise ConfigError(f"--output {target} is a folder. Give a file, such as {target / 'report.html'}.")
     # Imported here so that --help does not wait for torch.
     from paceline_pages.analysis import analyse
-    from paceline_pages.charts import require_matplotlib
     from paceline_pages.report import as_json, make_report
     from paceline_pages.report_page import render
 
-    require_matplotlib()  # before the long evaluation, not after it
+    for library in ("jinja2", "matplotlib", "PIL"):  # before the long evaluation, not after it
+        import_library(library, "a report", "report")
     analyses = []
     for path in paths:
         with progress_bar(f"evaluating {path}", quiet=json) as on_progress:

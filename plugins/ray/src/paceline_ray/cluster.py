@@ -15,7 +15,7 @@ import psutil
 from paceline.core.access import create_token
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import LaunchError
-from paceline.core.plugins import install_command
+from paceline.core.plugins import import_library
 
 _NICENESS = "RAY_worker_niceness"
 # Ray's way to have its servers listen on loopback alone, named after where that is the default.
@@ -36,12 +36,8 @@ def import_ray(extra: str = "ray") -> ModuleType:
     """
     # Usage reports would go over the network; so would a question about them to the terminal.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise LaunchError(f"Ray is not installed ({error}). Run: {install_command(extra)}") from error
-    module: ModuleType = ray
-    return module
+    ray: ModuleType = import_library("ray", "this command", extra, LaunchError)
+    return ray
 
 
 def connect(ray: ModuleType, address: str, option: str = "--address") -> None:

@@ -510,12 +510,12 @@ class App:
             is_large = takes_long(deployment.spec, len(body))
             if is_large:
                 parsing = bodies.run(parse_request, deployment.spec, body, json_length)
-                inference = await _await_result(timeout_s, parsing, request)
+                inference = await await_result(timeout_s, parsing, request.waiting)
             else:
                 inference = parse_request(deployment.spec, body, json_length)
             del body  # JSON is needed no more
             limit_s = min(timeout_s, inference.timeout_s or math.inf)
-            outputs = await _await_result(limit_s, deployment.batcher.submit(inference.inputs), request)
+            outputs = await await_result(limit_s, deployment.batcher.submit(inference.inputs), request.waiting)
             if is_large or sum(array.nbytes for array in outputs.values()) > LARGE_BYTES:
                 return 200, *await bodies.run(build_response, deployment, inference, outputs)
             return 200, *build_response(deployment, inference, outputs)
@@ -551,10 +551,10 @@ class App:
             deployment = self._models.find(name)
             if takes_long(deployment.spec, len(body)):
                 parsing = self._models.bodies.run(parse_rows, deployment.spec, body)
-                inputs, other_columns = await _await_result(timeout_s, parsing, request)
+                inputs, other_columns = await await_result(timeout_s, parsing, request.waiting)
             else:
                 inputs, other_columns = parse_rows(deployment.spec, body)
-            outputs = await _await_result(timeout_s, deployment.batcher.submit(inputs), request)
+            outputs = await await_result(timeout_s, deployment.batcher.submit(inputs), request.waiting)
         spec = deployment.spec
         # orjson writes the elements of arrays itself, a float32 in its shortest digits, but no texts.
         values = {name: a.tolist() if a.dtype == object else np.ascontiguousarray(a) for name, a in outputs.items()}
@@ -583,8 +583,16 @@ class App:
         return _json({"name": spec.name, "version": spec.version})
 
 
-async def _await_result(timeout_s: float, future: asyncio.Future[Any], request: Request) -> Any:
-    """Return the future's result; cancel it when time is up or the client disconnects first."""
+async def await_result(timeout_s: float, future: asyncio.Future[Any], waiting: set[asyncio.Future[Any]]) -> Any:
+    """Return the future's result; cancel it when time is up.
+
+    Args:
+        waiting: futures that are cancelled when the client disconnects; it has this one meanwhile.
+
+    Raises:
+        DeadlinePassed: time was up first.
+        ClientGone: the client disconnected first.
+    """
     timed_out = False
 
     def expire() -> None:
@@ -593,7 +601,7 @@ async def _await_result(timeout_s: float, future: asyncio.Future[Any], request: 
         future.cancel()
 
     timer = asyncio.get_running_loop().call_later(timeout_s, expire)
-    request.waiting.add(future)
+    waiting.add(future)
     try:
         return await future
     except asyncio.CancelledError:
@@ -604,7 +612,7 @@ async def _await_result(timeout_s: float, future: asyncio.Future[Any], request: 
             raise ClientGone from None
         raise
     finally:
-        request.waiting.discard(future)
+        waiting.discard(future)
         timer.cancel()
 
 

@@ -26,6 +26,7 @@ from paceline.core.errors import ConfigError, DataError, ServingError
 from paceline.core.file_lock import locked
 from paceline.core.files import fsync_directory, rename, write_atomically
 from paceline.core.inference import TensorSpec
+from paceline.core.plugins import import_library
 from paceline_serving.batching import RequestFailure
 from paceline_serving.client import Client
 from paceline_serving.model import (
@@ -217,10 +218,7 @@ def _only_input(spec: ModelSpec, path: Path) -> str:
 
 def _picture(path: Path, spec: ModelSpec) -> Array:
     """Read a picture as the model's only input: (1, C, H, W), (1, H, W, C) or (1, H, W), uint8."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ConfigError(f"{path}: pictures need Pillow: pip install pillow ({error})") from error
+    image_library = import_library("PIL.Image", f"{path}: a picture", "pip install pillow")
     tensor = spec.inputs[_only_input(spec, path)]
     shape = tensor.shape
     channels_first = len(shape) == 3 and shape[0] in _CHANNELS
@@ -228,7 +226,7 @@ def _picture(path: Path, spec: ModelSpec) -> Array:
     channels = 1 if len(shape) == 2 else shape[0] if channels_first else shape[-1]
     if tensor.dtype != "uint8" or len(shape) not in (2, 3) or channels not in _CHANNELS:
         raise DataError(f"{path}: {spec.name} takes {_describe(tensor)}, which is not a picture.")
-    with Image.open(path) as picture:
+    with image_library.open(path) as picture:
         height, width = (
             expected if expected is not None else actual
             for expected, actual in zip(sizes, picture.size[::-1], strict=True)

@@ -1,8 +1,7 @@
-"""The Open Inference Protocol over gRPC: messages and methods."""
+"""The Open Inference Protocol over gRPC, in the event loop of the HTTP server: messages, methods and the port."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -10,15 +9,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-import grpc
+import grpc.aio
 import msgspec
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 
 from paceline import __version__
+from paceline.core.errors import ConfigError
 from paceline_serving.access import AccessPolicy
-from paceline_serving.app import Models
-from paceline_serving.batching import DeadlinePassed, InvalidRequest, RequestFailure
+from paceline_serving.app import Models, await_result
+from paceline_serving.batching import InvalidRequest, RequestFailure
 from paceline_serving.model import DATATYPES, Arrays, ModelSpec, ServingOptions
 from paceline_serving.protocol import (
     EXACT,
@@ -278,7 +278,7 @@ class Service:
         if len(content) <= LARGE_BYTES:
             return _parse_protobuf(request_type, content)
         parsing = self._models.bodies.run(_parse_protobuf, request_type, content)
-        return await _await_result(self._time_left_s(context), parsing)
+        return await await_result(self._time_left_s(context), parsing, set())
 
     def _time_left_s(self, context: Any) -> float:
         left_s: float | None = context.time_remaining()
@@ -316,24 +316,15 @@ class Service:
             is_large = takes_long(deployment.spec, message.ByteSize())
             if is_large:
                 parsing = bodies.run(parse_message, deployment.spec, message)
-                request = await _await_result(self._time_left_s(context), parsing)
+                request = await await_result(self._time_left_s(context), parsing, set())
             else:
                 request = parse_message(deployment.spec, message)
             limit_s = min(self._time_left_s(context), request.timeout_s or math.inf)
-            outputs = await _await_result(limit_s, deployment.batcher.submit(request.inputs))
+            outputs = await await_result(limit_s, deployment.batcher.submit(request.inputs), set())
             build = partial(build_message, raw=bool(message.raw_input_contents))
             if is_large:
                 return await bodies.run(build, deployment, request, outputs)
             return build(deployment, request, outputs)
-
-
-async def _await_result(timeout_s: float, future: asyncio.Future[Any]) -> Any:
-    """Return the future's result; cancel it when time is up, or when gRPC cancels this call."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await future
-    except TimeoutError:
-        raise DeadlinePassed(timeout_s) from None
 
 
 def _parse_protobuf(message_type: Any, content: bytes) -> Any:
@@ -354,3 +345,52 @@ def _trailers(failure: RequestFailure) -> tuple[tuple[str, str], ...]:
     """Return when to retry, as gRPC's own retries read it: https://github.com/grpc/proposal, A6."""
     seconds = dict(failure.headers).get(b"retry-after")
     return () if seconds is None else (("grpc-retry-pushback-ms", str(1000 * int(seconds))),)
+
+
+class GrpcServer:
+    """A gRPC server for the models of one server, which takes its port at once and answers after :meth:`start`.
+
+    Args:
+        port: 0 picks a free one.
+        is_draining: whether the server will end soon.
+
+    Attributes:
+        address: ``HOST:PORT``, as clients write it.
+
+    Raises:
+        ConfigError: it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        models: Models,
+        options: ServingOptions,
+        access: AccessPolicy,
+        is_draining: Callable[[], bool],
+    ) -> None:
+        self._grace_s = options.timeout_s
+        self._server: Any = grpc.aio.server(
+            options=[
+                ("grpc.so_reuseport", 0),  # otherwise a second server would silently share the port
+                ("grpc.max_receive_message_length", options.max_body_bytes),
+                ("grpc.max_send_message_length", -1),
+            ]
+        )
+        self._server.add_generic_rpc_handlers((Service(models, options, access, is_draining).handler(),))
+        host = f"[{host}]" if ":" in host else host
+        try:
+            bound_port = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {host}, --grpc-port {port}: it is in use. --grpc-port 0 picks a free one."
+            ) from error
+        self.address = f"{host}:{bound_port}"
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def close(self, *, at_once: bool = False) -> None:
+        """Refuse new requests; return when the accepted ones are answered, or ``at_once``."""
+        await self._server.stop(0 if at_once else self._grace_s)

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from paceline.cli.progress import progress_bar
 from paceline.core.errors import ConfigError
-from paceline_serving.libraries import require_libraries
+from paceline.core.plugins import import_library
 
 if TYPE_CHECKING:
     from paceline_serving.batch_predict import PredictionEngine
@@ -76,7 +76,8 @@ def predict(
         raise ConfigError("--json and --output - both print. Leave one of them out.")
     import asyncio
 
-    require_libraries("predict", "orjson", "prometheus_client")
+    for library in ("orjson", "prometheus_client"):
+        import_library(library, "paceline predict", "serve")
     from paceline_serving.app import open_model
     from paceline_serving.batch_predict import predict_all, read_rows, replicas, server
     from paceline_serving.client import Client

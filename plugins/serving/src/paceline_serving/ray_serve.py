@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import ConfigError, LaunchError, ServingError
-from paceline.core.plugins import install_command
+from paceline.core.plugins import import_library
 from paceline.core.signals import handle_signals
 from paceline_ray.cluster import connect, import_ray, own_cluster
 from paceline_serving.batching import MAX_IN_FLIGHT
@@ -403,10 +403,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _require_serve() -> None:
-    try:
-        from ray import serve  # noqa: F401
-    except ImportError as error:
-        raise LaunchError(f"Ray Serve is not installed ({error}). Run: {install_command(_EXTRA)}") from error
+    import_library("ray.serve", "--on ray", _EXTRA, LaunchError)
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

@@ -21,9 +21,9 @@ from paceline.core.access import TOKEN_BYTES
 from paceline.core.errors import ConfigError
 from paceline.core.files import write_atomically
 from paceline.core.options import parse_duration_s
+from paceline.core.plugins import import_library
 from paceline.core.standard_streams import escape_controls
 from paceline_serving.kserve_options import KServeOptions, print_service
-from paceline_serving.libraries import require_libraries
 
 if TYPE_CHECKING:
     from paceline_serving.model import ModelSpec, ServedModel, ServingOptions
@@ -157,7 +157,8 @@ def serve(
         )
     if engine_args:
         raise ConfigError("--engine-args is only for --engine transformers or vllm.")
-    require_libraries("serve", "httptools", "orjson", "prometheus_client")
+    for library in ("httptools", "orjson", "prometheus_client"):
+        import_library(library, "paceline serve", "serve")
     from paceline_serving.app import open_model
     from paceline_serving.bearer_tokens import BearerTokens
     from paceline_serving.server import ListenAddress
@@ -223,7 +224,8 @@ def _serve_engine(
     *,
     json: bool,
 ) -> int:
-    require_libraries("serve --engine", "httpx", "prometheus_client", "starlette", "uvicorn", "uvloop")
+    for library in ("httpx", "prometheus_client", "starlette", "uvicorn", "uvloop"):
+        import_library(library, "--engine", "serve" if library == "uvloop" else "engine")
     import asyncio
 
     import uvloop

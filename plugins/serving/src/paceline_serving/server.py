@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Sequence
@@ -14,11 +15,11 @@ from typing import Any
 
 from paceline.core.environment import is_loopback
 from paceline.core.errors import ConfigError
+from paceline.core.plugins import import_library
 from paceline_serving.access import AccessPolicy, check_cors_origins
 from paceline_serving.app import App, DeploymentFactory, Models
 from paceline_serving.bearer_tokens import BearerTokens
 from paceline_serving.connection import BACKLOG, HttpServer
-from paceline_serving.grpc_server import GrpcServer
 from paceline_serving.model import ServedModel, ServingOptions
 
 # --- One server process, from binding its socket to its end ---
@@ -136,6 +137,9 @@ async def serve(
         async with contextlib.AsyncExitStack() as stack:
             grpc = None
             if address.grpc_port is not None:
+                _import_grpc()
+                from paceline_serving.grpc_service import GrpcServer
+
                 access = AccessPolicy(address.tokens)
                 grpc = GrpcServer(address.host, address.grpc_port, models, options, access, lambda: app.draining)
                 stack.push_async_callback(grpc.close)
@@ -150,6 +154,14 @@ async def serve(
                 models.abandon()
             if grpc is not None:
                 await grpc.close(at_once=stop.force.is_set())
+
+
+def _import_grpc() -> None:
+    # Otherwise its C core prints failures that are raised anyway, and warnings at each start of a replica.
+    for name, value in (("GRPC_VERBOSITY", "NONE"), ("GRPC_ENABLE_FORK_SUPPORT", "0")):
+        os.environ.setdefault(name, value)
+    for library in ("grpc", "google.protobuf", "tritonclient.grpc"):
+        import_library(library, "--grpc-port", "grpc")
 
 
 async def _run_unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:

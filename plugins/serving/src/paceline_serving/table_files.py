@@ -12,7 +12,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from paceline.core.errors import ConfigError, DataError
+from paceline.core.errors import DataError
+from paceline.core.plugins import import_library
 from paceline_serving.model import Array, Arrays, ModelSpec, rows_of
 from paceline_serving.tables import columns_of, is_number, load_json
 
@@ -175,21 +176,13 @@ def _describe_json_error(error: Exception) -> str:
 
 
 def _read_parquet(source: str, content: IO[bytes]) -> Table:
-    parquet = _import_parquet(source)
+    parquet = import_library("pyarrow.parquet", f"{source}: Parquet", "pip install pyarrow")
     try:
         # From memory, since standard input cannot be read from its end.
         table = parquet.read_table(io.BytesIO(content.read()))
     except (OSError, ValueError) as error:
         raise DataError(f"{source} cannot be read: {error}") from error
     return Table({name: table[name].to_pylist() for name in table.column_names})
-
-
-def _import_parquet(source: str) -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ConfigError(f"{source}: Parquet needs pyarrow. Run: pip install pyarrow ({error})") from error
-    return pyarrow.parquet
 
 
 # --- Predictions, as records and as files ---
@@ -276,9 +269,7 @@ def check_columns(rows: Rows, output: str, suffix: str) -> None:
     """
     if suffix != ".parquet":
         return
-    _import_parquet("--output")
-    import pyarrow
-
+    pyarrow = import_library("pyarrow", "--output: Parquet", "pip install pyarrow")
     for name, cells in ({"source": rows.names} if rows.other_columns is None else rows.other_columns).items():
         try:
             pyarrow.array(list(cells))
@@ -298,10 +289,9 @@ def write(file: IO[bytes], suffix: str, parts: Iterator[Arrays], spec: ModelSpec
         np.savez(file, allow_pickle=False, **arrays)
         return
     if suffix == ".parquet":
-        parquet = _import_parquet("--output")
-        import pyarrow
+        import pyarrow.parquet
 
-        parquet.write_table(pyarrow.Table.from_pylist(list(_records(parts, spec, rows))), file)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(_records(parts, spec, rows))), file)
         return
     # Not every name of a file, nor every text of JSON, is Unicode.
     text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")

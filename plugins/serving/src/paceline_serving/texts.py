@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.inference import Encoding
-from paceline.core.plugins import install_command
+from paceline.core.plugins import import_library
 from paceline_serving.encodings import MAX_TEXT_LENGTH, EncodingError, compose
 
 if TYPE_CHECKING:
@@ -145,12 +145,7 @@ class Tokenizer(Encoding):
 
     @cached_property
     def _tokenizer(self) -> Any:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise ConfigError(
-                f"this model's texts are encoded by tokenizers. Run: {install_command('tokenizers')} ({error})"
-            ) from error
+        tokenizers = import_library("tokenizers", "the encoding of this model's texts", "tokenizers")
         try:
             tokenizer = tokenizers.Tokenizer.from_str(self.json)
         except Exception as error:  # the library has no class for them

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import ConfigError, TaskError
+from paceline.core.errors import TaskError
 from paceline.core.files import write_atomically
-from paceline.core.plugins import install_command
+from paceline.core.plugins import import_library
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import Media, finite
 from paceline.runs.monitor import Monitor
@@ -140,15 +140,12 @@ def log_image(name: str, image: torch.Tensor | np.ndarray[Any, Any] | Any) -> No
     """
 
     def encode(step: int, path: Path) -> LoggedImage:
-        try:
-            from PIL import Image
-        except ImportError as error:
-            raise ConfigError(f"log_image needs Pillow. Install it: {install_command('report')}") from error
+        library = import_library("PIL.Image", "log_image", "report")
         buffer = io.BytesIO()
         if hasattr(image, "savefig"):
             image.savefig(buffer, format="png")
         else:
-            picture = image if isinstance(image, Image.Image) else Image.fromarray(_pixels(name, image))
+            picture = image if isinstance(image, library.Image) else library.fromarray(_pixels(name, image))
             picture.save(buffer, format="png")
         return LoggedImage.of(name, step, path, buffer.getvalue())
 

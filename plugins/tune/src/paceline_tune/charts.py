@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import LaunchError
-from paceline.core.plugins import install_command
+from paceline.core.plugins import import_library
 from paceline_tune.history import SearchHistory, Trial
 from paceline_tune.search import Search
 from paceline_tune.space import Dimension
@@ -26,17 +26,14 @@ def draw(search: Search, journal: SearchHistory, directory: Path) -> list[Path]:
     Raises:
         LaunchError: the plotting library is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise LaunchError(f"plots need matplotlib ({error}). Run: {install_command('report')}") from error
+    figures = import_library("matplotlib.figure", "a plot", "report", LaunchError)
     best = journal.best(search.metric_name, search.mode, search.repeats)
     scored_trials = [trial for trial in journal.trials.values() if trial.curve(search.metric_name)]
     if not scored_trials:
         return []
     written = []
     for name, plot in (("curves", _curves), ("parallel", _parallel)):
-        figure = Figure(figsize=_SIZE, layout="constrained")
+        figure = figures.Figure(figsize=_SIZE, layout="constrained")
         plot(figure, search, scored_trials, best)
         path = directory / f"{name}.svg"
         figure.savefig(path, metadata={"Date": None})

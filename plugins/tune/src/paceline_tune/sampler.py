@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from paceline.core.errors import LaunchError
-from paceline.core.plugins import install_command
+from paceline.core.plugins import import_library
 from paceline_tune.history import SearchHistory
 from paceline_tune.search import Search
 from paceline_tune.space import Dimension, Parameters, Value
@@ -22,13 +22,9 @@ def import_optuna() -> ModuleType:
     Raises:
         LaunchError: it is not installed.
     """
-    try:
-        import optuna
-    except ModuleNotFoundError as error:
-        raise LaunchError(f"--sampler tpe needs Optuna ({error}). Run: {install_command('tune')}") from error
+    optuna: ModuleType = import_library("optuna", "--sampler tpe", "tune", LaunchError)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    module: ModuleType = optuna
-    return module
+    return optuna
 
 
 def suggest(search: Search, history: SearchHistory, configuration: int) -> dict[str, Value]:
