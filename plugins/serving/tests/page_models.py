@@ -14,8 +14,7 @@ from safetensors.torch import save
 from torch import nn
 
 from paceline.core.inference import InferenceSignature, TensorSpec
-from paceline_serving.encodings import Categories, Dates
-from paceline_serving.texts import Vocabulary
+from paceline_serving.encodings import Categories, Dates, Vocabulary
 from paceline_tasks.fashion_mnist import LABELS, FashionMNISTMLP, load_fashion_mnist
 
 

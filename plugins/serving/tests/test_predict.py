@@ -157,7 +157,7 @@ def test_bad_files(
         ("rows.json", "[[1e400]]", TensorSpec(dtype="float32", shape=(1,)), "1e400 is beyond the range"),
         ("rows.csv", "1e400\n", TensorSpec(dtype="float64", shape=(1,)), "1e400 is beyond the range"),
         ("rows.csv", "1e39\n", TensorSpec(dtype="float32", shape=(1,)), r"line 1, column 1 must be between -3.4"),
-        ("rows.json", "[[256]]", TensorSpec(dtype="int64", shape=(1,), maximum=255), "numbers above 255"),
+        ("rows.json", "[[256]]", TensorSpec(dtype="int64", shape=(1,), maximum=255), "x must be at most 255"),
         (
             "rows.csv",
             "-1\n",

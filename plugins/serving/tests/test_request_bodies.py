@@ -17,9 +17,9 @@ from plugins.serving.tests.load import PATH
 from paceline.core.inference import TensorSpec
 from paceline_serving import protocol
 from paceline_serving.batching import InvalidRequest, RequestFailure
+from paceline_serving.connection import RequestBodies
 from paceline_serving.model import DATATYPES, Array, ModelSpec
 from paceline_serving.openapi import describe
-from paceline_serving.request_bodies import RequestBodies
 
 
 def parse(dtype: str, shape: list[int], data: str, tensor: TensorSpec | None = None) -> Array | str:

@@ -37,14 +37,13 @@ from paceline_serving.app import _signature_changes, open_model
 from paceline_serving.batch_predict import read_rows
 from paceline_serving.batching import InvalidRequest
 from paceline_serving.client import encode_binary
-from paceline_serving.encodings import MAX_TEXT_LENGTH, Categories, Dates, EncodingError
+from paceline_serving.encodings import MAX_TEXT_LENGTH, Categories, Dates, EncodingError, Tokenizer, Vocabulary
 from paceline_serving.grpc_service import parse_message
 from paceline_serving.model import ModelSpec, client_specs
 from paceline_serving.openapi import describe
 from paceline_serving.package_inputs import INPUTS, PackageInputs, read_inputs
 from paceline_serving.protocol import example_request, example_rows, parse_request, parse_rows
 from paceline_serving.tables import text_array
-from paceline_serving.texts import Tokenizer, Vocabulary
 
 INPUTS_OF_SPEC, ENCODINGS = client_specs(VISIT)
 SPEC = ModelSpec(

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from paceline_own_loop.step import LoopStep as LoopStep
     from paceline_serving.encodings import Categories as Categories
     from paceline_serving.encodings import Dates as Dates
-    from paceline_serving.texts import Tokenizer as Tokenizer
-    from paceline_serving.texts import Vocabulary as Vocabulary
+    from paceline_serving.encodings import Tokenizer as Tokenizer
+    from paceline_serving.encodings import Vocabulary as Vocabulary
     from paceline_trackers.media import log_histogram as log_histogram
     from paceline_trackers.media import log_image as log_image
     from paceline_trackers.media import log_text as log_text
@@ -182,8 +182,8 @@ NAMES: Mapping[str, str] = {
     "Run": "paceline_own_loop.run:Run",
     "TaskJob": "paceline_frameworks.submit:TaskJob",
     "TransformersTask": "paceline_lm:TransformersTask",
-    "Tokenizer": "paceline_serving.texts:Tokenizer",
-    "Vocabulary": "paceline_serving.texts:Vocabulary",
+    "Tokenizer": "paceline_serving.encodings:Tokenizer",
+    "Vocabulary": "paceline_serving.encodings:Vocabulary",
     "log_histogram": "paceline_trackers.media:log_histogram",
     "log_image": "paceline_trackers.media:log_image",
     "log_text": "paceline_trackers.media:log_text",

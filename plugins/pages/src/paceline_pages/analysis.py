@@ -64,7 +64,6 @@ class Record:
         return _curve(self.train, name)
 
     def memory(self) -> Curve:
-        """Return the MiB of the rank that uses the most."""
         points = []
         for record in self.train:
             ranks = record.get("ranks")

@@ -35,6 +35,7 @@ from paceline.runs.package import read_manifest
 from paceline.runs.package_registry import Registry
 from paceline.runs.timeline import timeline
 from paceline_pages.checkpoint_list import entries
+from paceline_pages.jobs_command import status_of
 from paceline_pages.run_index import Curves, Index, read_beats
 from paceline_serving.access import is_cross_site
 from paceline_serving.bearer_tokens import is_same_token
@@ -162,17 +163,10 @@ class Jobs:
                 self._rows = [
                     (record, status)
                     for record in read_records()
-                    if not (status := _status(record)).ended or time.time() - record.submitted < _SHOWN_S
+                    if not (status := status_of(record)).ended or time.time() - record.submitted < _SHOWN_S
                 ]
             self._wake.wait(_POLL_S)
             self._wake.clear()
-
-
-def _status(record: JobRecord) -> JobStatus:
-    try:
-        return record.status()
-    except (PacelineError, OSError) as error:
-        return JobStatus(state="unknown", detail=str(error).partition(". ")[0])
 
 
 # --- One run, as the page shows it ---

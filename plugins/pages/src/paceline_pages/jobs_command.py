@@ -33,7 +33,7 @@ def jobs(*, all: Flag = False, json: Flag = False) -> int:
     """
     entries = []
     for record in read_records():
-        status = _status(record)
+        status = status_of(record)
         if all or not status.ended or time.time() - record.submitted < 86400:
             entries.append((record, status))
     if json:
@@ -105,20 +105,16 @@ def cancel(job: str, *, json: Flag = False) -> int:
     return 0
 
 
-def _status(record: JobRecord) -> JobStatus:
+def status_of(record: JobRecord) -> JobStatus:
     """Return the job's state; "unknown" with the reason if its cluster does not answer."""
     try:
         return record.status()
-    except PacelineError as error:
+    except (PacelineError, OSError) as error:
         return JobStatus(state="unknown", detail=str(error).partition(". ")[0])
 
 
 def _ask_anew(record: JobRecord) -> JobStatus:
-    """Return the job's status, but treat an end without an exit code as unknown: the system may not see the job.
-
-    Raises:
-        LaunchError: the system cannot be asked.
-    """
+    """Return the job's status; an end without an exit code is unknown, as the system may not see the job."""
     if record.ended is None or record.ended["exit_code"] is not None:
         return record.status()
     now = record.handle().status()

@@ -96,7 +96,6 @@ def _find_job(text: str) -> JobRecord | None:
 
 
 def _print_job(record: JobRecord, pattern: re.Pattern[str], rank: int | None, follow: bool) -> int:
-    """Print the output of a job that keeps no log per rank."""
     if rank is not None:
         raise ConfigError(f"{record.id} keeps no log per rank. Leave out --rank.")
     printed = False
@@ -263,7 +262,6 @@ def merge_rank_lines(lines: Mapping[int, Sequence[str]]) -> Iterator[tuple[tuple
 
 
 def _repeats(lines: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield each line with the number of its consecutive repetitions."""
     last, count = lines[0], 0
     for line in lines:
         if line == last:

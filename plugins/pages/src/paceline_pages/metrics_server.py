@@ -106,7 +106,7 @@ class _MetricsPages:
         return Page(_CONTENT_TYPE, generate_latest(self._registry), tag="") if path == "/metrics" else None
 
 
-class RunMetricsServer:
+class RunMetricsServer(PageServer):
     """Serves a run's metrics next to its processes, while the context is open.
 
     Raises:
@@ -117,7 +117,7 @@ class RunMetricsServer:
         options = config[MetricsOptions]
         import_library("prometheus_client", "--metrics-port", "pip install prometheus-client")
         file = options.metrics_token_file
-        self._server = PageServer(
+        super().__init__(
             _MetricsPages(directory),
             host=options.metrics_host,
             port=options.metrics_port or 0,
@@ -126,9 +126,5 @@ class RunMetricsServer:
         )
 
     def __enter__(self) -> Self:
-        self._server.__enter__()
-        print_status(f"the run's metrics are at {self._server.url}metrics")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._server.__exit__(*error)
+        print_status(f"the run's metrics are at {self.url}metrics")
+        return super().__enter__()

@@ -134,17 +134,7 @@ def check_package(package: Package, on_progress: OnProgress, *, task: str = "", 
 def _open_exported(
     package: Path, origin: Provenance, spec: str, load: Callable[[nn.Module], None]
 ) -> Iterator[TrainedSource]:
-    """Build the model of a package as its export evaluated it.
-
-    Args:
-        package: the package's directory, for messages.
-        spec: the task whose code is used.
-        load: loads the weights into the model.
-
-    Raises:
-        UserError: the task or its data cannot be built.
-        PackageError: the package does not record its evaluation, or its weights do not fit the task.
-    """
+    """Build the model of a package as its export evaluated it."""
     config, split = origin.data.get(EVALUATION), origin.data.get("compared_split")
     if not isinstance(config, dict) or split not in SPLITS:
         raise PackageError(

@@ -108,7 +108,7 @@ def _print_searches(searches: list[Path]) -> None:
     from rich.text import Text
 
     from paceline.core.output import ListTable, wide_console
-    from paceline_pages.indexed_search import IndexedSearch
+    from paceline_pages.run_index import IndexedSearch
 
     console = wide_console()
     table = ListTable("search", "state", "task", ">trials", "best", folds=("task", "best"))
@@ -177,10 +177,7 @@ def _print_comparison(runs: list[ComparedRun], *, json: bool) -> int:
 
 
 def _print_rows(names: list[str], rows: dict[str, list[str]], num_settings: int) -> None:
-    """Print a column for each of a few runs, which suits long values, or a line for each of many.
-
-    Of many, a terminal that is too narrow for all columns gets several tables, one below the other.
-    """
+    """Print a column for each of a few runs, or a line for each of many, in as many tables as fit side by side."""
     from paceline.core.output import ListTable, wide_console
 
     console = wide_console()

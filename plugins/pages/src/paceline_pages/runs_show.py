@@ -98,7 +98,6 @@ def _print(directory: RunDirectory, history: Timeline) -> None:
 
 
 def _print_drift(directory: RunDirectory, drift: Mapping[str, Any]) -> None:
-    """Print how far a fine-tuned model moved from its parent."""
     from rich.markup import escape
 
     from paceline.core.output import Console

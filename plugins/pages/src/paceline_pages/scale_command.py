@@ -62,7 +62,6 @@ def scale(
 
 
 def _scale_job(record: JobRecord, nodes: int | None, *, json: bool) -> int:
-    """Ask a job's cluster to change its number of nodes."""
     if nodes is None:
         raise ConfigError(f"{record.id} is a job, of which only the number of nodes can change. Give --nodes N.")
     if record.status().ended:

@@ -111,7 +111,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _binomial_test(fewer: int, total: int) -> float:
-    """Return the two-sided p-value for a fair coin."""
     if total == 0:
         return 1.0
     logs = [

@@ -27,8 +27,7 @@ from paceline_pages.classification import ClassificationResult, classify, rank
 from paceline_pages.evaluation_recorder import MISTAKES, Column, EvaluationRecorder, LargeError, Predictions
 from paceline_pages.regression import regress
 from paceline_pages.report_page import cells_of, columns_of, show
-from paceline_serving.encodings import Categories, Dates
-from paceline_serving.texts import Vocabulary
+from paceline_serving.encodings import Categories, Dates, Vocabulary
 
 
 class Given(Task):

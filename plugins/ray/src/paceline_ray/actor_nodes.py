@@ -90,14 +90,7 @@ class ActorCommand:
         self._code: int | None = None
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
-        """Start the command.
-
-        Args:
-            env: all its variables.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """Start the command; ``env`` has all its variables."""
         started: Future[None] = Future()
         threading.Thread(target=self._run, args=(argv, env, cwd, started), daemon=True).start()
         started.result()

@@ -115,21 +115,29 @@ def own_cluster(extra: str) -> Iterator[ModuleType]:
         os.environ.pop("RAY_AUTH_TOKEN", None)
         ray = import_ray(extra)
         try:
-            _start(ray, directory)
+            start_head(ray, directory)
             yield ray
         finally:
             shut_down(ray)
 
 
-def _start(ray: ModuleType, directory: Path) -> None:
+def start_head(
+    ray: ModuleType, directory: Path, *, address: str = "127.0.0.1", cpus: int = 1, gpus: int | None = None
+) -> None:
+    """Start a cluster's head in this process.
+
+    Raises:
+        LaunchError: it could not be started.
+    """
     try:
         ray.init(
             address="local",
-            num_cpus=1,
+            num_cpus=cpus,
+            num_gpus=gpus,
             include_dashboard=False,
             log_to_driver=False,
             logging_level="warning",
-            _node_ip_address="127.0.0.1",
+            _node_ip_address=address,
             _temp_dir=str(directory),
         )
     except Exception as error:

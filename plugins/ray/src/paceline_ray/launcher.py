@@ -58,7 +58,6 @@ class RayJob(ActorJob):
 
     @property
     def machines(self) -> int:
-        """How many there are."""
         return len(self.cpus)
 
 
@@ -78,17 +77,12 @@ class NodeActor(ActorCommand):
         return os.uname().nodename, ray.util.get_node_ip_address()
 
     def can_listen(self, port: int) -> bool:
-        """Return whether no process listens at this port."""
         import ray
 
         return can_listen(ray.util.get_node_ip_address(), port)
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
-        """Start the command; ``env`` is added to this machine's variables.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """Start the command; ``env`` is added to this machine's variables."""
         super().start(argv, {**variables_of_another_job(own_variables()), **env}, cwd)
 
 
@@ -210,7 +204,6 @@ class RayJobController(ActorJobController):
         self._pending.pop(place, None)
 
     def _end_all(self) -> None:
-        """Kill what runs, remove the actors, and give the machines back."""
         ray = self._ray
         with suppress(ray.exceptions.RayError):
             actors = [place.actor for place in self._places if place.actor is not None]
@@ -265,7 +258,6 @@ class Ray(ForegroundLauncher):
         return self._machines(spec, options, address)
 
     def submit(self, rendered: RenderedJob) -> JobHandle:
-        """Start the command."""
         starter = RankStarter(name="Ray's driver", says_why=True)
         return ForegroundJob(SupervisedJob(rendered.commands, starter=starter), rendered.spec.directory)
 
@@ -294,7 +286,6 @@ class Ray(ForegroundLauncher):
         return RenderedJob(spec=spec, options=options, commands=(command,))
 
     def _machines(self, spec: LaunchSpec, options: RayOptions, address: str | None) -> RenderedJob:
-        """Render a job whose nodes are actors."""
         least, most = spec.nodes
         if least != most:
             raise ConfigError(

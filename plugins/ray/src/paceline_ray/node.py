@@ -39,7 +39,7 @@ from paceline.core.signals import STOP_SIGNALS, handle_signals
 from paceline.core.sockets import address_towards, bound_socket, interface_address, job_port
 from paceline.launch.launcher import LaunchSpec, find_preflight
 from paceline.launch.supervisor import RankStarter, SupervisedJob
-from paceline_ray.cluster import cluster_variables, import_ray, kill, private_directory, shut_down
+from paceline_ray.cluster import cluster_variables, import_ray, kill, private_directory, shut_down, start_head
 
 _MEETING_S = 300.0
 _POLL_S = 0.2
@@ -159,7 +159,6 @@ class _RayNode:
         return self.files.with_name(f"{self.files.name}.json")
 
     def variables(self) -> dict[str, str]:
-        """Return the variables of every process of the cluster."""
         return cluster_variables(self.token, on_loopback=self.environment.nodes == 1)
 
 
@@ -181,19 +180,7 @@ def _head(here: _RayNode, command: Sequence[str]) -> int:
         os.environ.pop("RAY_AUTH_TOKEN", None)
         ray = import_ray()
         stack.callback(shut_down, ray)
-        try:
-            ray.init(
-                address="local",
-                num_cpus=here.cpus,
-                num_gpus=here.gpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="warning",
-                _node_ip_address=address,
-                _temp_dir=str(directory),
-            )
-        except Exception as error:
-            raise LaunchError(f"Ray could not be started: {error}") from error
+        start_head(ray, directory, address=address, cpus=here.cpus, gpus=here.gpus)
         cluster = ray.get_runtime_context().gcs_address
         if several:
             stack.callback(here.meeting.unlink, missing_ok=True)

@@ -69,11 +69,7 @@ class AccessPolicy:
         self._cors_origins = frozenset(origin.encode() for origin in cors_origins)
 
     def check_token(self, headers: Mapping[bytes, bytes]) -> str:
-        """Check the token of a request, or the name by which it calls a server without one; return its client's name.
-
-        Raises:
-            RequestFailure: 401 or 403.
-        """
+        """Check a request's token, or without one the name by which it calls the server; return its client's name."""
         if self._tokens is None:
             if not _is_local_name(headers.get(b"host", b"localhost")):
                 raise RequestFailure(
@@ -82,8 +78,8 @@ class AccessPolicy:
                     "as Host, or start the server with --token-file.",
                 )
             return ""
-        scheme, _, actual = headers.get(b"authorization", b"").partition(b" ")
-        client = self._tokens.client_of(actual.strip()) if scheme.lower() == b"bearer" else None
+        given = _bearer_token(headers)
+        client = None if given is None else self._tokens.client_of(given)
         if client is None:
             raise RequestFailure(
                 401,
@@ -93,11 +89,7 @@ class AccessPolicy:
         return client
 
     def check_origin(self, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse a request that changes or computes something for a page of another site.
-
-        Raises:
-            RequestFailure: 403.
-        """
+        """Refuse a request that changes or computes something for a page of another site."""
         if _is_cross_site(headers) and headers.get(b"origin") not in self._cors_origins:
             origin = headers.get(b"origin", b"unknown").decode("latin-1")
             raise RequestFailure(
@@ -136,15 +128,19 @@ class AccessPolicy:
         # A page that may use the models may not exchange them.
         if not is_loopback(client) or not _is_local_name(headers.get(b"host", b"")) or _is_cross_site(headers):
             raise RequestFailure(403, "without a token, only programs of this machine may change the served models.")
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        is_bearer = scheme.lower() == b"bearer" and self._admin_token is not None
-        if not is_bearer or not is_same_token(given.strip(), self._admin_token or ""):
+        given = _bearer_token(headers)
+        if given is None or self._admin_token is None or not is_same_token(given, self._admin_token):
             raise RequestFailure(
                 401,
                 "changing the served models needs the token in the file that the server has named at its start, which "
                 "paceline deploy of the same user finds. Send it as Authorization: Bearer TOKEN.",
                 [(b"www-authenticate", b"Bearer")],
             )
+
+
+def _bearer_token(headers: Mapping[bytes, bytes]) -> bytes | None:
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else None
 
 
 def _is_cross_site(headers: Mapping[bytes, bytes]) -> bool:

@@ -26,7 +26,16 @@ from paceline.runs.package import open_package, require_trusted
 from paceline.runs.package_manifest import INPUTS
 from paceline_serving.access import AccessPolicy
 from paceline_serving.batching import DeadlinePassed, InvalidRequest, RequestFailure
-from paceline_serving.connection import JSON_TYPE, Answer, ClientGone, Request, error_answer
+from paceline_serving.connection import (
+    JSON_TYPE,
+    LARGE_BYTES,
+    Answer,
+    ClientGone,
+    Request,
+    RequestBodies,
+    error_answer,
+    read_body,
+)
 from paceline_serving.encodings import Categories, Dates
 from paceline_serving.model import (
     DATATYPES,
@@ -51,7 +60,6 @@ from paceline_serving.protocol import (
 )
 from paceline_serving.replica_process import ReplicaStarter
 from paceline_serving.replicas import Deployment, DeploymentEvents, LocalDeployment
-from paceline_serving.request_bodies import LARGE_BYTES, RequestBodies, read_body
 from paceline_serving.static_assets import HEADERS, read_assets
 from paceline_serving.table_files import table_records
 from paceline_serving.tables import CellError, columns_of, to_inputs, to_record
@@ -208,15 +216,10 @@ class Models:
 
     @property
     def ready(self) -> bool:
-        """Whether every model has a ready replica."""
         return all(deployment.ready_replicas for deployment in self.deployments.values())
 
     def find(self, name: str, version: str | None = None) -> Deployment:
-        """Return the model of this name, and of this version if given.
-
-        Raises:
-            RequestFailure: it does not exist; names the existing ones.
-        """
+        """Return the model of this name, and of this version if given; refuse with 404 if it does not exist."""
         deployment = self.deployments.get(name)
         if deployment is None:
             raise RequestFailure(404, f"unknown model {name!r:.80}. This server has: {', '.join(self.deployments)}.")
@@ -225,12 +228,7 @@ class Models:
         return deployment
 
     async def start(self, opened: Sequence[ServedModel]) -> None:
-        """Load all models, or none if one fails.
-
-        Raises:
-            ConfigError: two models have the same name.
-            ServingError: a model cannot be loaded.
-        """
+        """Load all models, or none if one fails."""
         names = [model.spec.name for model in opened]
         duplicates = {name for name in names if names.count(name) > 1}
         if duplicates:

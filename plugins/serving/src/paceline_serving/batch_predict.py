@@ -55,8 +55,6 @@ from paceline_serving.table_files import (
     write,
 )
 from paceline_serving.tables import (
-    EXACT_FLOATS,
-    MISSING,
     CellError,
     columns_of,
     convert_cells,
@@ -64,6 +62,7 @@ from paceline_serving.tables import (
     is_table_of,
     load_json,
     text_array,
+    to_dtype,
     to_inputs,
 )
 
@@ -277,15 +276,18 @@ def _conform(path: Path, raw: Mapping[str, Any], spec: ModelSpec) -> dict[str, A
         raise DataError(
             f"{path} contains {', '.join(raw) or 'nothing'}, but {spec.name} takes {', '.join(spec.inputs)}."
         )
-    arrays = {name: _fit(path, name, np.asanyarray(raw[name]), tensor) for name, tensor in spec.inputs.items()}
-    if len({len(array) for array in arrays.values()}) != 1:
-        raise DataError(f"{path}: its arrays have different numbers of rows.")
-    if rows_of(arrays) == 0:
-        raise DataError(f"{path} has no rows.")
+    arrays = {}
     try:
+        for name, tensor in spec.inputs.items():
+            arrays[name] = _fit(path, name, np.asanyarray(raw[name]), tensor)
+        if len({len(array) for array in arrays.values()}) != 1:
+            raise DataError(f"{path}: its arrays have different numbers of rows.")
+        if rows_of(arrays) == 0:
+            raise DataError(f"{path} has no rows.")
         return encode_texts(arrays, spec)
     except CellError as error:
-        raise DataError(f"{path}, row {(error.row or 0) + 1}, {error.column}: {error.problem}.") from None
+        where = "" if error.row is None else f", row {error.row + 1}"
+        raise DataError(f"{path}{where}: {error.column} {error.problem}.") from None
 
 
 def _fit(path: Path, name: str, array: Array, tensor: TensorSpec) -> Array:
@@ -300,23 +302,7 @@ def _fit(path: Path, name: str, array: Array, tensor: TensorSpec) -> Array:
         array = array.reshape(len(array), *(size for size in sizes if size is not None))
     if not fits_shape(array.shape, (None, *sizes)):
         raise DataError(f"{path}: {name} must be {_describe(tensor)}, but has the shape {array.shape}.")
-    if array.dtype != np.dtype(tensor.dtype):
-        with np.errstate(invalid="ignore", over="ignore"):
-            converted = array.astype(tensor.dtype)
-        is_exact = np.dtype(tensor.dtype).kind in "biu"
-        if is_exact and array.dtype.kind == "f" and (np.abs(array) >= EXACT_FLOATS).any():
-            raise DataError(f"{path}: {name} contains floats of 2**53 and more, which may be other whole numbers.")
-        if not (converted == array if is_exact else np.isfinite(converted) | ~np.isfinite(array)).all():
-            raise DataError(f"{path}: {name} contains numbers that {tensor.dtype} cannot represent.")
-        array = converted
-    if array.dtype.kind == "f" and not tensor.allow_missing and (missing := np.isnan(array)).any():
-        row = int(np.argmax(missing.reshape(len(array), -1).any(axis=1)))
-        raise DataError(f"{path}, row {row + 1}: {name} {MISSING}, but has a NaN.")
-    if tensor.minimum is not None and (array < tensor.minimum).any():
-        raise DataError(f"{path}: {name} contains numbers below {tensor.minimum}, the model's smallest.")
-    if tensor.maximum is not None and (array > tensor.maximum).any():
-        raise DataError(f"{path}: {name} contains numbers above {tensor.maximum}, the model's largest.")
-    return array
+    return to_dtype(name, array, tensor)
 
 
 def _describe(tensor: TensorSpec) -> str:
@@ -404,11 +390,7 @@ class PredictionStore:
         return False
 
     def _load(self, number: int) -> dict[str, Array]:
-        """Read a chunk's outputs.
-
-        Raises:
-            OSError: they are missing or damaged.
-        """
+        """Read a chunk's outputs; an OSError says that they are missing or damaged."""
         start, stop = self.chunks[number]
         with suppress(ValueError, zipfile.BadZipFile), np.load(self._part(number), allow_pickle=False) as part:
             outputs = {name: part[name] for name in part.files}
@@ -417,22 +399,14 @@ class PredictionStore:
         raise OSError(errno.EIO, f"{self._part(number).name} is damaged", str(self._part(number)))
 
     def write(self, number: int, outputs: Arrays) -> None:
-        """Store a chunk's outputs.
-
-        Raises:
-            DataError: they cannot be written.
-        """
+        """Store a chunk's outputs."""
         stream = io.BytesIO()
         np.savez(stream, allow_pickle=False, **dict(outputs))
         with self._explain_errors():
             write_atomically(self._part(number), stream.getvalue())
 
     def finish(self, spec: ModelSpec, rows: Rows) -> None:
-        """Write the result from all parts, and remove the parts.
-
-        Raises:
-            DataError: it cannot be written.
-        """
+        """Write the result from all parts, and remove the parts."""
         parts = (self._load(number) for number in range(len(self.chunks)))
         draft = self._directory / f"result-{secrets.token_hex(4)}{self._output.suffix}"
         with self._explain_errors():

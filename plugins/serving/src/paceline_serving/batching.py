@@ -190,11 +190,7 @@ class Batcher:
         self.replicas.remove(replica)
 
     def submit(self, inputs: Arrays) -> asyncio.Future[dict[str, Array]]:
-        """Submit a request; cancelling its answer removes it from the queue.
-
-        Raises:
-            Overloaded: the queue is full.
-        """
+        """Submit a request, unless the queue is full; cancelling its answer removes it from the queue."""
         rows = rows_of(inputs)
         self.check_room(rows)
         max_batch = self._options.max_batch
@@ -229,17 +225,12 @@ class Batcher:
         large.pieces.clear()
 
     def check_room(self, rows: int = 1) -> None:
-        """Refuse a request that does not fit into the queue.
-
-        Raises:
-            Overloaded: with the time after which there should be room.
-        """
+        """Refuse a request that does not fit into the queue, with the time after which there should be room."""
         refusal = self.refusal(rows)
         if refusal is not None:
             raise refusal
 
     def refusal(self, rows: int = 1) -> Overloaded | None:
-        """Return the error of :meth:`check_room`, if any."""
         # An empty queue accepts a request of any size, since a request may be larger than the queue.
         if not self.waiting_rows or self.waiting_rows + rows <= self._max_waiting:
             return None

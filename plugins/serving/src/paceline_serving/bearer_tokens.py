@@ -94,7 +94,6 @@ def _stamp_of(path: Path) -> tuple[int, ...] | None:
 
 
 def _read_bearer_tokens(path: Path) -> dict[str, str]:
-    """Return the name of each token."""
     names: dict[str, str] = {}
     for number, line in enumerate(_read(path).splitlines(), 1):
         words = line.split()

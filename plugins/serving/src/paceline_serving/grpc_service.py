@@ -19,6 +19,7 @@ from paceline.core.errors import ConfigError
 from paceline_serving.access import AccessPolicy
 from paceline_serving.app import Models, await_result
 from paceline_serving.batching import InvalidRequest, RequestFailure
+from paceline_serving.connection import LARGE_BYTES
 from paceline_serving.model import DATATYPES, Arrays, ModelSpec, ServingOptions
 from paceline_serving.protocol import (
     EXACT,
@@ -35,7 +36,6 @@ from paceline_serving.protocol import (
     takes_long,
 )
 from paceline_serving.replicas import Deployment
-from paceline_serving.request_bodies import LARGE_BYTES
 
 # --- Protobuf messages: requests checked by the same rules as JSON, and answers ---
 #

@@ -177,7 +177,6 @@ class InputField:
 
     @property
     def type_text(self) -> str:
-        """The datatype and shape for people."""
         if self.datatype == "BYTES":
             kind = _FORMATS[self.format] if self.format else "category" if self.choices else "text"
             return ", ".join(filter(None, (kind, describe_sizes(self.shape, " x "))))
@@ -218,7 +217,6 @@ class OutputField:
 
     @property
     def type_text(self) -> str:
-        """The datatype and shape for people."""
         return _number_text(self.datatype, self.shape)
 
 

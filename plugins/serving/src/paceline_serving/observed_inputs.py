@@ -140,7 +140,6 @@ def _shortest(number: float) -> float | int:
 
 
 def _by_input(record: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
-    """Return a task's example with one value for each input."""
     return {
         name: [record.get(column) for column in spec.columns] if spec.columns else record.get(name)
         for name, spec in specs.items()
@@ -159,13 +158,7 @@ def _problem_of(row: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str 
 
 
 def _limit_indices(inference: InferenceSignature) -> dict[str, TensorSpec]:
-    """Return the inputs with the ranges that the task has not declared but that embeddings of them need.
-
-    An index out of range would fail in the model, which a client could not know from the schema.
-
-    Raises:
-        ExportError: an encoding gives larger numbers than an embedding has.
-    """
+    """Return the inputs with ranges of indices: one out of range would fail in an embedding of the model."""
     sizes: dict[str, int] = {}
     inputs: dict[str, Tensor] = {}
 

@@ -167,7 +167,6 @@ def _infer(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _plain(spec: ModelSpec) -> dict[str, Any]:
-    """Describe the plain form of inference."""
     properties = {each.name: _about(each, _cell(spec, each)) for each in spec.fields}
     row = {"type": "object", "properties": properties, "required": list(properties)}
     answer = _object(
@@ -192,7 +191,6 @@ def _about(field: InputField, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cell(spec: ModelSpec, field: InputField) -> dict[str, Any]:
-    """Describe a value in the plain form."""
     tensor = spec.inputs[field.input]
     schema = _element(spec, field.input)
     if tensor.dtype == "str" and not field.format:

@@ -17,8 +17,7 @@ from paceline.core.errors import ConfigError, PackageError
 from paceline.core.inference import Encoding, TensorSpec
 from paceline.runs.package import Package
 from paceline.runs.package_manifest import INPUTS
-from paceline_serving.encodings import Categories, Dates
-from paceline_serving.texts import Tokenizer, Vocabulary
+from paceline_serving.encodings import Categories, Dates, Tokenizer, Vocabulary
 
 NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not JSON, or not of the type."""

@@ -14,18 +14,17 @@ import orjson
 
 from paceline.core.inference import TensorSpec
 from paceline_serving.batching import InvalidRequest
-from paceline_serving.connection import JSON_TYPE, Headers
+from paceline_serving.connection import JSON_TYPE, LARGE_BYTES, Headers
 from paceline_serving.model import DATATYPES, Array, Arrays, ModelSpec, client_shape, describe_sizes, fits_shape
 from paceline_serving.package_inputs import NOT_JSON
 from paceline_serving.replicas import Deployment
-from paceline_serving.request_bodies import LARGE_BYTES
 from paceline_serving.tables import (
-    MISSING,
     CellError,
     check_length,
     columns_of,
     encode_texts,
     text_array,
+    to_dtype,
     to_inputs,
     to_record,
 )
@@ -260,7 +259,6 @@ def _inputs(spec: ModelSpec, entries: Sequence[InputEntry], binary: memoryview) 
             arrays[name] = _from_elements(name, tensor_spec, shape, entry.elements)
         else:
             arrays[name] = _from_json(name, tensor_spec, shape, entry.data)
-        _check_range(name, tensor_spec, arrays[name])
     if offset != len(binary):
         raise InvalidRequest(f"{len(binary) - offset} bytes after the JSON do not belong to any input.")
     missing = spec.inputs.keys() - arrays.keys()
@@ -272,13 +270,11 @@ def _inputs(spec: ModelSpec, entries: Sequence[InputEntry], binary: memoryview) 
         raise InvalidRequest(f"input {error.column}, row {error.row}: {error.problem}.") from None
 
 
-def _check_range(name: str, spec: TensorSpec, array: Array) -> None:
-    """Check the elements against the package's schema: an index out of range would fail in the model."""
-    is_low = spec.minimum is not None and (array < spec.minimum).any()  # min() of a NaN is NaN
-    if is_low or (spec.maximum is not None and (array > spec.maximum).any()):
-        least = "any number" if spec.minimum is None else spec.minimum
-        most = "any number" if spec.maximum is None else spec.maximum
-        raise InvalidRequest(f"input {name}: data must be between {least} and {most}.")
+def _to_dtype(name: str, numbers: Array, spec: TensorSpec) -> Array:
+    try:
+        return to_dtype(name, numbers, spec)
+    except CellError as error:
+        raise InvalidRequest(f"input {name}: data {error.problem}.") from None
 
 
 def _shape(spec: TensorSpec, entry: InputEntry) -> tuple[int, ...]:
@@ -305,7 +301,6 @@ def _shape(spec: TensorSpec, entry: InputEntry) -> tuple[int, ...]:
 
 
 def _from_binary(name: str, spec: TensorSpec, shape: tuple[int, ...], content: memoryview) -> Array:
-    """Read a tensor from its bytes after the JSON."""
     dtype = spec.dtype
     if dtype == "str":
         return _texts_from_binary(name, shape, content)
@@ -315,10 +310,8 @@ def _from_binary(name: str, spec: TensorSpec, shape: tuple[int, ...], content: m
         raise InvalidRequest(f"input {name}: {shape} needs {needed} bytes, not {len(content)}.")
     if dtype == "bool" and np.frombuffer(content, np.uint8).max() > 1:
         raise InvalidRequest(f"input {name}: each BOOL must be a byte of value 0 or 1.")
-    array = np.frombuffer(content, np.dtype(dtype).newbyteorder("<")).astype(dtype, copy=False).reshape(shape)
-    if array.dtype.kind == "f" and not spec.allow_missing and np.isnan(array.min()):  # min() of a NaN is NaN
-        raise InvalidRequest(f"input {name}: data {MISSING}, but has a NaN.")
-    return array
+    array = np.frombuffer(content, np.dtype(dtype).newbyteorder("<")).astype(dtype, copy=False)
+    return _to_dtype(name, array.reshape(shape), spec)
 
 
 def _texts_from_binary(name: str, shape: tuple[int, ...], content: memoryview) -> Array:
@@ -359,7 +352,8 @@ def _from_elements(name: str, spec: TensorSpec, shape: tuple[int, ...], elements
         raise _wrong_nesting(name, shape)
     if spec.dtype == "str":
         return _check_texts(name, elements, shape)
-    return _convert(name, spec, elements).reshape(shape)
+    numbers = np.asarray(elements, float) if spec.allow_missing else np.asarray(elements)
+    return _to_dtype(name, numbers, spec).reshape(shape)
 
 
 def _from_json(name: str, spec: TensorSpec, shape: tuple[int, ...], data: msgspec.Raw | msgspec.UnsetType) -> Array:
@@ -431,7 +425,8 @@ def _numbers(name: str, spec: TensorSpec, shape: tuple[int, ...], text: memoryvi
         if filled + len(elements) > count:
             raise _wrong_nesting(name, shape)
         if elements:
-            array[filled : filled + len(elements)] = _convert(name, spec, elements)
+            numbers = np.asarray(elements, float) if spec.allow_missing else np.asarray(elements)
+            array[filled : filled + len(elements)] = _to_dtype(name, numbers, spec)
         filled += len(elements)
         start += len(piece) + 1
         size = _PIECE_BYTES
@@ -454,30 +449,6 @@ def _is_nested_like(structure: bytearray, shape: tuple[int, ...]) -> bool:
     for size in reversed(shape):
         nested = b"[" + b",".join([nested] * size) + b"]"
     return structure == nested
-
-
-def _convert(name: str, spec: TensorSpec, elements: Sequence[Any]) -> Array:
-    """Convert numbers to the input's dtype if all of them can be represented; a missing one becomes NaN."""
-    dtype = np.dtype(spec.dtype)
-    values = np.asarray(elements, float) if spec.allow_missing else np.asarray(elements)
-    kind = values.dtype.kind
-    if dtype.kind == "b":
-        return values
-    if dtype.kind in "iu":
-        limits = np.iinfo(dtype)
-        if kind == "f" and not (np.isfinite(values) & (values == np.trunc(values))).all():
-            raise InvalidRequest(f"input {name}: data must be whole numbers.")
-        # Beyond 2**53 a float may differ from the number that was sent.
-        least, most = (max(limits.min, -(2**53)), min(limits.max, 2**53)) if kind == "f" else (limits.min, limits.max)
-        low, high = values.min(), values.max()
-        if int(low) < least or int(high) > most:
-            raise InvalidRequest(f"input {name}: data must be between {limits.min} and {limits.max}.")
-        return values.astype(dtype)
-    with np.errstate(over="ignore"):
-        converted = values.astype(dtype)
-    if not (np.isfinite(converted) | (np.isnan(converted) & spec.allow_missing)).all():
-        raise InvalidRequest(f"input {name}: data contains a number beyond the range of {DATATYPES[dtype.name]}.")
-    return converted
 
 
 def _outputs(spec: ModelSpec, entries: Sequence[OutputEntry], binary_by_default: bool) -> dict[str, bool]:

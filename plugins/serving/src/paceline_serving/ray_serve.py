@@ -46,11 +46,7 @@ class RayServeOptions:
 
     @classmethod
     def make(cls, address: str | None, replicas: str, options: ServingOptions) -> RayServeOptions:
-        """Parse the options of the command line; RAY_ADDRESS can also name a cluster.
-
-        Raises:
-            ConfigError: an option is out of range, or not supported by Ray Serve.
-        """
+        """Parse the options of the command line; RAY_ADDRESS can also name a cluster."""
         least, most = parse_replicas(replicas)
         address = address or os.environ.get("RAY_ADDRESS") or None
         if address is not None and address != "auto":

@@ -31,11 +31,7 @@ class Process(Protocol):
         """Return when it has ended."""
 
     def kill(self) -> None:
-        """End it now.
-
-        Raises:
-            ProcessLookupError: it has ended.
-        """
+        """End it now; a ProcessLookupError says that it has ended."""
 
 
 class _Forked:
@@ -80,11 +76,7 @@ class ReplicaStarter:
         self._awaited: dict[int, asyncio.Future[Process]] = {}
 
     async def start(self, source: ModelLocation, device: str, channel: socket.socket) -> Process:
-        """Start a process that serves the other end of ``channel``.
-
-        Raises:
-            ServingError: no process could be forked.
-        """
+        """Start a process that serves the other end of ``channel``."""
         if source.kind == "onnx" or device != "cpu" or not hasattr(os, "pidfd_open"):
             return await asyncio.create_subprocess_exec(
                 *(*_PYTHON, "paceline_serving.replica", str(channel.fileno())),
@@ -241,11 +233,7 @@ class ReplicaProcess:
     async def start(
         cls, model: ServedModel, device: str, options: ServingOptions, starter: ReplicaStarter
     ) -> ReplicaProcess:
-        """Start a process and wait until it has loaded its model.
-
-        Raises:
-            ServingError: it could not; says why.
-        """
+        """Start a process and wait until it has loaded its model; a ServingError says why it could not."""
         ours, theirs = socket.socketpair()
         try:
             async with asyncio.timeout(options.startup_timeout_s):

@@ -117,7 +117,6 @@ class LocalDeployment(Deployment):
         return asyncio.ensure_future(ReplicaProcess.start(self._model, device, self._options, self._starter))
 
     async def _keep_alive(self, replica: ReplicaProcess | None, device: str) -> None:
-        """Start another replica whenever the replica dies."""
         pause_s = 0.0
         try:
             while True:

@@ -160,14 +160,8 @@ def serve(
     for library in ("httptools", "orjson", "prometheus_client"):
         import_library(library, "paceline serve", "serve")
     from paceline_serving.app import open_model
-    from paceline_serving.bearer_tokens import BearerTokens
-    from paceline_serving.server import ListenAddress
 
-    tokens = None if token_file is None else BearerTokens(token_file)
-    admin_token = None if tokens is not None else secrets.token_hex(TOKEN_BYTES)
-    address = ListenAddress(
-        host=host, port=port, grpc_port=grpc_port, tokens=tokens, cors_origins=cors_origin, admin_token=admin_token
-    )
+    address = _listen_address(host, port, grpc_port, token_file, cors_origin)
     ray_options = None
     if on == "ray":
         from paceline_serving.ray_serve import RayServeOptions
@@ -192,7 +186,7 @@ def serve(
     stack = ExitStack()
 
     def on_ready(url: str, grpc: str | None) -> None:
-        admin_file = token_file if admin_token is None else _admin_file(stack, url, admin_token)
+        admin_file = _admin_file(stack, url, address.admin_token) or token_file
         if json:
             ready = {"url": url, "grpc": grpc, "models": names, "token_file": admin_file and str(admin_file)}
             print(json_module.dumps(ready), flush=True)
@@ -230,20 +224,14 @@ def _serve_engine(
 
     import uvloop
 
-    from paceline_serving.bearer_tokens import BearerTokens
     from paceline_serving.engines import engine_command, open_language_model
     from paceline_serving.gateway import GatewayOptions, serve_engine
-    from paceline_serving.server import ListenAddress
 
     if len(packages) != 1:
         raise ConfigError(f"--engine {engine} serves one model; start a server for each.")
     model = Path(packages[0])
     engine_command(engine, model.name, 0)  # what is not installed is said before the model is exported
-    tokens = None if token_file is None else BearerTokens(token_file)
-    admin_token = None if tokens is not None else secrets.token_hex(TOKEN_BYTES)
-    address = ListenAddress(
-        host=listen[0], port=listen[1], tokens=tokens, cors_origins=cors_origins, admin_token=admin_token
-    )
+    address = _listen_address(*listen, None, token_file, cors_origins)
     gateway = GatewayOptions(
         engine=engine,
         arguments=arguments,
@@ -260,7 +248,7 @@ def _serve_engine(
     with ExitStack() as stack:
 
         def on_ready(url: str) -> None:
-            admin_file = token_file if admin_token is None else _admin_file(stack, url, admin_token)
+            admin_file = _admin_file(stack, url, address.admin_token) or token_file
             if json:
                 ready = {"url": url, "models": [name], "token_file": admin_file and str(admin_file)}
                 print(json_module.dumps(ready), flush=True)
@@ -277,10 +265,26 @@ def _serve_engine(
     return 0
 
 
-def _admin_file(stack: ExitStack, url: str, token: str) -> Path | None:
-    """Make the file of mode 600 in which ``paceline deploy`` finds the token; it goes with the stack."""
+def _listen_address(
+    host: str, port: int, grpc_port: int | None, token_file: Path | None, cors_origins: tuple[str, ...]
+) -> ListenAddress:
+    """Return the address with the tokens of its clients, or with one for changes by programs of this machine."""
+    from paceline_serving.bearer_tokens import BearerTokens
+    from paceline_serving.server import ListenAddress
+
+    tokens = None if token_file is None else BearerTokens(token_file)
+    admin_token = None if tokens is not None else secrets.token_hex(TOKEN_BYTES)
+    return ListenAddress(
+        host=host, port=port, grpc_port=grpc_port, tokens=tokens, cors_origins=cors_origins, admin_token=admin_token
+    )
+
+
+def _admin_file(stack: ExitStack, url: str, token: str | None) -> Path | None:
+    """Make the file of mode 600 in which ``paceline deploy`` finds the token, if any; it goes with the stack."""
     from paceline_serving.bearer_tokens import admin_token_path
 
+    if token is None:
+        return None
     try:
         path = admin_token_path(urlsplit(url).port or 80)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -293,7 +297,6 @@ def _admin_file(stack: ExitStack, url: str, token: str) -> Path | None:
 
 
 def _print_inputs(spec: ModelSpec, url: str, path: str, token: str) -> None:
-    """Print what a model takes, and a command that asks it."""
     from paceline.core.inference import name_with_unit
     from paceline_serving.protocol import example_rows
 

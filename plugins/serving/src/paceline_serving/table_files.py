@@ -149,7 +149,6 @@ def _read_jsonl(source: str, text: io.TextIOWrapper) -> Table:
 
 
 def _read_json(source: str, text: io.TextIOWrapper) -> Table:
-    """Read a list of records, or the body of a request to ``POST /predict``."""
     try:
         document = load_json(text.read())
     except UnicodeDecodeError:

@@ -190,6 +190,46 @@ def convert_cells(column: str, cells: Sequence[Any], tensor: TensorSpec, is_text
     return np.asarray(numbers, dtype)
 
 
+def to_dtype(name: str, numbers: Array, tensor: TensorSpec) -> Array:
+    """Convert numbers to the dtype of an input, if it and the input's range hold every one of them.
+
+    Raises:
+        CellError: one does not fit; names the row of a missing one.
+    """
+    dtype = np.dtype(tensor.dtype)
+    array = numbers
+    if numbers.dtype != dtype:
+        if dtype.kind == "b" and not ((numbers == 0) | (numbers == 1)).all():
+            raise CellError(None, name, "must be true or false")
+        if dtype.kind in "iu":
+            _check_whole(name, numbers, np.iinfo(dtype))
+        with np.errstate(over="ignore"):
+            array = numbers.astype(dtype)
+        if dtype.kind == "f" and not (np.isfinite(array) | ~np.isfinite(numbers)).all():
+            raise CellError(None, name, f"must be within the range of {tensor.dtype}, but has a number beyond it")
+    if dtype.kind == "f" and not tensor.allow_missing and array.size and np.isnan(array.min()):  # that of a NaN is NaN
+        row = int(np.argmax(np.isnan(array).reshape(len(array), -1).any(axis=1)))
+        raise CellError(row, name, f"{MISSING}, but has a NaN")
+    is_low = tensor.minimum is not None and (array < tensor.minimum).any()
+    if is_low or (tensor.maximum is not None and (array > tensor.maximum).any()):
+        least, most = tensor.minimum, tensor.maximum
+        both = f"between {least} and {most}"
+        limits = f"at most {most}" if least is None else f"at least {least}" if most is None else both
+        raise CellError(None, name, f"must be {limits}")
+    return array
+
+
+def _check_whole(name: str, numbers: Array, limits: np.iinfo[Any]) -> None:
+    is_float = numbers.dtype.kind == "f"
+    if is_float and not (np.isfinite(numbers) & (numbers == np.trunc(numbers))).all():
+        raise CellError(None, name, "must be whole numbers")
+    # A float of this size may be another whole number than its digits.
+    least = max(limits.min, -EXACT_FLOATS) if is_float else limits.min
+    most = min(limits.max, EXACT_FLOATS) if is_float else limits.max
+    if numbers.size and (int(numbers.min()) < least or int(numbers.max()) > most):
+        raise CellError(None, name, f"must be between {limits.min} and {limits.max}")
+
+
 def _parse_text(row: int, column: str, cell: Any, tensor: TensorSpec) -> str:
     """Return a text; a category may also be a whole number, a date that of Parquet, and a missing one is empty."""
     if cell is None and tensor.allow_missing:

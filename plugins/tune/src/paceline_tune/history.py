@@ -59,7 +59,6 @@ class TrialResult:
     message: str = ""
 
     def value(self, metric: str) -> float | None:
-        """Return the metric's value, if it is finite."""
         value = self.metrics.get(metric)
         return value if value is not None and math.isfinite(value) else None
 
@@ -155,7 +154,6 @@ class Configuration:
         return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
 
     def show(self) -> str:
-        """Format the value, with its spread if there are several trials."""
         return f"{self.mean:.6g}" + (f" ± {self.spread:.2g}" if len(self.values) > 1 else "")
 
 
@@ -213,7 +211,6 @@ class SearchHistory:
         return max((self._spent.clock_s, *(result.clock_s for result in self.results)))
 
     def cost(self, clock_s: float, gpus_per_trial: float) -> SearchCost:
-        """Return the costs so far; each trial holds ``gpus_per_trial``."""
         begun = sum(trial.state != "waiting" for trial in self.trials.values())
         return SearchCost(clock_s, begun, self._trial_s / 3600 * gpus_per_trial)
 

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping
+from contextlib import closing, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.config import all_options, select
-from paceline.core.errors import ConfigError, LaunchError, PacelineError, TaskError
+from paceline.core.errors import ConfigError, LaunchError, TaskError
 from paceline.core.files import read_json_lines
 from paceline.core.job import default_run_path
 from paceline.core.options import Interval, check_bounds, flag, parse_best
 from paceline.core.owned_names import own_prefix
-from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.sockets import require_loopback
 from paceline.core.task import Task
 from paceline.core.task_loading import build_task, convert, field_type, load_task_class, parse_assignments, split_spec
@@ -42,11 +41,10 @@ from paceline_tune.space import FORMS, Dimension, Value
 if TYPE_CHECKING:
     from paceline_tune.trial import TrialReport, TrialServer
 
-# --- Profile a task for a few steps before a search: ``python -m paceline_tune.plan_search FILE`` ---
+# --- Profile a task for a few steps before a search ---
 #
-# It prints a line of JSON: the task's metrics, the length of a trial and the time of its steps and evaluations,
-# or an error. It is a run with the first configuration's parameters in a temporary directory, stopped at its first
-# evaluation. If that one fails or diverges, so will its trial in the search; the next configuration is profiled.
+# It is a run with the first configuration's parameters in a temporary directory, stopped at its first evaluation. If
+# that one fails or diverges, so will its trial in the search; the next configuration is profiled.
 
 
 _STEPS = 4
@@ -71,48 +69,16 @@ class TaskProfile:
 
 
 def probe(search: Search) -> TaskProfile:
-    """Profile the search's task in a separate process.
+    """Profile the search's task, whose output is hidden: the standard output is for the result.
 
     Raises:
-        ConfigError: the task, its fields or the options are wrong.
+        UserError: the task, its fields or the options are wrong.
     """
-    with tempfile.TemporaryDirectory(prefix=own_prefix("probe")) as name:
-        directory = SearchDirectory(Path(name))
-        directory.write(search)
-        done = subprocess.run(
-            kill_with_parent_command([sys.executable, "-P", "-m", "paceline_tune.plan_search", name]),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-        lines = done.stdout.strip().splitlines()
-        try:
-            document = json.loads(lines[-1]) if lines else {}
-        except ValueError:
-            document = {}
-        if "error" in document:
-            raise ConfigError(document["error"])
-        if done.returncode or not document:
-            why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise ConfigError(f"the task could not be run: {why}")
-        failures, metrics, best = tuple(document["failures"]), document["metrics"], document["best"]
-        return TaskProfile(search=directory.read(), failures=failures, metrics=metrics, best=best)
+    with tempfile.TemporaryDirectory(prefix=own_prefix("probe")) as name, redirect_stdout(io.StringIO()):
+        return _probe(search, Path(name))
 
 
-def main(argv: Sequence[str]) -> int:
-    """Profile the task, add the measured costs to the search, and print what else was found."""
-    directory = SearchDirectory(Path(argv[0]))
-    try:
-        profile = _probe(directory.read(), directory)
-        directory.write(profile.search)
-    except PacelineError as error:
-        print(json.dumps({"error": str(error)}))
-        return error.exit_code
-    print(json.dumps({"failures": profile.failures, "metrics": profile.metrics, "best": profile.best}))
-    return 0
-
-
-def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
+def _probe(search: Search, directory: Path) -> TaskProfile:
     from paceline_tune.trial import TrialServer
 
     require_trackers(search.config.records.log_to)
@@ -122,10 +88,10 @@ def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
     report = None
     with closing(TrialServer()) as server:
         for number in range(0, min(MAX_FAILED * search.repeats, search.planned), search.repeats):
-            run = RunDirectory(directory.path / f"probe-{number}")
+            run = RunDirectory(directory / f"probe-{number}")
             parameters = search.parameters(number)
             options = search.run_options(number, parameters)
-            report, began_at, evaluated_at = _run_first_steps(server, options, run, directory)
+            report, began_at, evaluated_at = _run_first_steps(server, options, run, directory / "stop")
             if report.state not in ("failed", "diverged", "waiting"):
                 break
             failures.append(describe_failure(parameters, report.state, report.message or "the task was stopped"))
@@ -167,7 +133,7 @@ def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
 
 
 def _run_first_steps(
-    server: TrialServer, options: Mapping[str, Any], run: RunDirectory, directory: SearchDirectory
+    server: TrialServer, options: Mapping[str, Any], run: RunDirectory, stop_file: Path
 ) -> tuple[TrialReport, float, float]:
     """Run a configuration to its first evaluation; return the report, and the Unix times of its begin and its end."""
     from paceline_tune.trial import RunningTrial, TrialCommand, TrialReport
@@ -180,7 +146,7 @@ def _run_first_steps(
         "log_every": 1,
     }
     kept = {name: value for name, value in options.items() if name not in _OUTSIDE}
-    command = TrialCommand(options={**kept, **first}, iteration=0, step=0, stop_file=directory.stop)
+    command = TrialCommand(options={**kept, **first}, iteration=0, step=0, stop_file=stop_file)
     try:
         trial = RunningTrial(server, command)
         began_at = time.time()
@@ -194,7 +160,6 @@ def _run_first_steps(
 
 
 def _steps_between(every: Interval, steps_per_epoch: int | None, total: int | None) -> int | None:
-    """Return the steps between two evaluations."""
     if every == Interval():
         raise ConfigError("--eval-every never: a search compares trials by their evaluations. Leave it out.")
     steps = every.steps
@@ -343,11 +308,7 @@ def check(search: Search) -> None:
 
 
 def _check_population(search: Search) -> None:
-    """Check the options of population-based training.
-
-    Raises:
-        ConfigError: an option cannot be combined with it.
-    """
+    """Check the options of population-based training."""
     combined = {
         "--trials 1: a population has at least 2 members": search.trials < 2,
         "--sampler tpe: the members themselves choose their values": search.sampler == "tpe",
@@ -452,7 +413,6 @@ def require_same(recorded: Search, requested: Search, directory: SearchDirectory
 
 
 def _are_equal(trial_time: object, other: object) -> bool:
-    """Return whether two values are equal as JSON."""
     # JSON compares numbers by value: 4 and 4.0.
     return bool(json.loads(json.dumps(trial_time, default=list)) == json.loads(json.dumps(other, default=list)))
 
@@ -568,7 +528,3 @@ def default_directory(task: str) -> Path:
     """Return ``runs/tune-TASK-TIME``, which does not exist yet."""
     run = Path(default_run_path(task))
     return run.with_name(f"tune-{run.name}")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -101,7 +101,6 @@ class SearchMonitor(Callback):  # type: ignore[misc]
 
     @property
     def clock_s(self) -> float:
-        """The time of the search over all its starts."""
         return self._earlier_s + time.monotonic() - self._started_at
 
     @property

@@ -321,15 +321,7 @@ class SearchDirectory:
         return self.path / "trials" / f"{number:05d}"
 
     def write(self, search: Search, *, new: bool = False) -> None:
-        """Write ``tune.json``.
-
-        Args:
-            new: require that the directory contains no search.
-
-        Raises:
-            RunDirectoryError: the directory cannot be written, or already contains a search.
-            RunInUseError: another process uses the search.
-        """
+        """Write ``tune.json``; a ``new`` search only into a directory that contains none."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with self.locked():
@@ -342,11 +334,7 @@ class SearchDirectory:
             ) from error
 
     def require_none(self) -> None:
-        """Refuse a directory that contains a search.
-
-        Raises:
-            RunDirectoryError: it contains one.
-        """
+        """Refuse a directory that contains a search."""
         if self.settings.exists():
             raise RunDirectoryError(
                 f"{self.path} already contains a search. Continue it with: paceline tune --resume --run-dir "
@@ -355,11 +343,7 @@ class SearchDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the search's lock; wait a while for a killed command whose trials are still saving.
-
-        Raises:
-            RunInUseError: another process holds the lock.
-        """
+        """Hold the search's lock; wait a while for a killed command whose trials are still saving."""
         path = self.path / "tune.lock"
         with closing(FileLock(path)) as lock:
             if not lock.take_within(_LOCK_TIMEOUT_S):
@@ -367,11 +351,7 @@ class SearchDirectory:
             yield
 
     def read(self) -> Search:
-        """Read the search.
-
-        Raises:
-            RunDirectoryError: it does not exist, or is damaged.
-        """
+        """Read the search."""
         try:
             document = json.loads(self.settings.read_bytes())
             known = {f.name for f in fields(Search)}

@@ -123,11 +123,7 @@ class Space:
         return all(constraint.holds(parameters) for constraint in self.constraints)
 
     def parameters(self, number: int) -> dict[str, Value]:
-        """Return the parameters of configuration ``number``, by name.
-
-        Raises:
-            ConfigError: no configuration was found for which the constraints hold.
-        """
+        """Return the parameters of configuration ``number``, by name."""
         if self._order is not None:
             if not self._order:
                 raise ConfigError(f"no configuration satisfies {self._constraint_flags}. Relax one of them.")
@@ -272,11 +268,7 @@ class Constraint:
     names: frozenset[str]
 
     def holds(self, parameters: Parameters) -> bool:
-        """Return whether it is true; a constraint on a dimension that does not apply is.
-
-        Raises:
-            ConfigError: it mixes numbers with text.
-        """
+        """Return whether it is true; a constraint on a dimension that does not apply is."""
         if not self.names <= parameters.keys():
             return True
         try:

@@ -73,7 +73,6 @@ def render(search: Search, journal: SearchHistory, status: SearchStatus, *, show
 
 
 def _most_interesting(search: Search, trials: Sequence[Trial]) -> list[Trial]:
-    """Return the running trials and then the best ones, sorted by number."""
     sign = 1.0 if search.mode == "max" else -1.0
 
     def rank(trial: Trial) -> tuple[bool, float]:

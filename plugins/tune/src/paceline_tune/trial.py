@@ -143,11 +143,7 @@ class TrialServer(ForkServer):
         )
 
     def start(self, job_file: Path, output: Path) -> Forked:
-        """Start a trial.
-
-        Raises:
-            TrialDiedError: the server has ended.
-        """
+        """Start a trial; a TrialDiedError says that the server has ended."""
         with output.open("ab") as file:
             self.fork(0, [file.fileno()], parent=self.pid, job_file=str(job_file))
         ready, _, _ = select.select([self], [], [], _START_S)
@@ -218,11 +214,7 @@ class RunningTrial:
                     raise self._directory.in_use()
 
     def next(self) -> TrialReport:
-        """Let it continue, and wait for its next evaluation or its end.
-
-        Raises:
-            TrialDiedError: its process was killed.
-        """
+        """Let it continue, and wait for its next evaluation or its end; a TrialDiedError says that it was killed."""
         if self._asked:
             self._answer(go_on=True)
         while self._exit_code is None:
@@ -318,11 +310,7 @@ class RunningTrial:
         return TrialReport(self._iteration, self._step, self._metrics, state, message)
 
     def _ended(self, code: int) -> TrialReport:
-        """Return how it ended.
-
-        Raises:
-            TrialDiedError: it was killed.
-        """
+        """Return how it ended; a TrialDiedError says that it was killed."""
         if code == 0:
             # A run that had finished before sends no request for its last evaluation.
             evaluations = self._evaluations()
