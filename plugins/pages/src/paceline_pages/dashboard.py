@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import re
 import socket
 import threading
@@ -12,7 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -422,27 +423,13 @@ class Pages:
         return None if text is None else {"text": text}
 
 
-@dataclass
-class _Connection:
-    """An open connection.
-
-    Attributes:
-        since: when it was opened, or its last answer was sent.
-        is_answering: whether its request has arrived, and the answer is not sent yet.
-    """
-
-    client: str
-    since: float
-    is_answering: bool = False
-
-
 _T = TypeVar("_T")
 
 
-def choose_to_end(connections: Mapping[_T, _Connection]) -> _T:
-    """Return the oldest connection of the client that has most, which has to go if another one comes."""
-    open_by_client = Counter(connection.client for connection in connections.values())
-    return min(connections, key=lambda one: (-open_by_client[connections[one].client], connections[one].since))
+def choose_to_end(connections: Mapping[_T, tuple[str, float]]) -> _T:
+    """Return the oldest connection, by client and time, of the client that has most: it goes if another one comes."""
+    open_by_client = Counter(client for client, _ in connections.values())
+    return min(connections, key=lambda one: (-open_by_client[connections[one][0]], connections[one][1]))
 
 
 class _Server(ThreadingHTTPServer):
@@ -459,7 +446,8 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, access: Callable[[int], DashboardAccess], pages: Resources) -> None:
         if ":" in host:
             self.address_family = socket.AF_INET6
-        self._connections: dict[socket.socket, _Connection] = {}
+        # Each one's client, and the time since which its request is awaited: infinite while it is answered.
+        self._connections: dict[socket.socket, tuple[str, float]] = {}
         self._lock = threading.Lock()
         self.pages = pages
         super().__init__((host, port), _Handler)
@@ -469,7 +457,7 @@ class _Server(ThreadingHTTPServer):
         with self._lock:
             if len(self._connections) >= _MAX_CLIENTS:
                 self._end(choose_to_end(self._connections))
-            self._connections[request] = _Connection(client_address[0], time.monotonic())
+            self._connections[request] = client_address[0], time.monotonic()
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -483,17 +471,15 @@ class _Server(ThreadingHTTPServer):
         """End connections whose request has not arrived in time; called by ``serve_forever`` twice a second."""
         overdue = time.monotonic() - _IDLE_S
         with self._lock:
-            for request, connection in list(self._connections.items()):
-                if not connection.is_answering and connection.since < overdue:
-                    self._end(request)
+            for request in [request for request, (_, since) in self._connections.items() if since < overdue]:
+                self._end(request)
 
     def mark(self, request: socket.socket, *, is_answering: bool) -> None:
         """Record that a connection's request has arrived, or that its answer is sent."""
         with self._lock:
-            connection = self._connections.get(request)
-            if connection is not None:
-                connection.is_answering = is_answering
-                connection.since = time.monotonic()
+            if request in self._connections:
+                since = math.inf if is_answering else time.monotonic()
+                self._connections[request] = self._connections[request][0], since
 
     def _end(self, request: socket.socket) -> None:
         """Wake the connection's thread, which then closes it."""

@@ -9,7 +9,8 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from paceline_pages.run_status import (
     damaged,
     last_deciding,
     last_records,
+    read_object,
     run_directories,
     search_directories,
     search_of,
@@ -246,7 +248,7 @@ MIN_DISK = (0.02, 2 * 2**30)
 _FAULT_TEXTS = {"fault": "a worker was lost", "node lost": "a node was lost", "hang": "training hung"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Alert:
     """A condition that needs attention.
 
@@ -260,11 +262,19 @@ class Alert:
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class AlertInputs:
-    """The state of a run from which alerts are derived.
+def alerts(
+    *,
+    state: str,
+    problem: str | None,
+    events: Sequence[Mapping[str, Any]],
+    beats: Sequence[HeartbeatRecord],
+    nonfinite: Sequence[int],
+    disk: tuple[int, int] | None,
+    now: float,
+) -> list[Alert]:
+    """Return a run's alerts, the most severe first.
 
-    Attributes:
+    Args:
         problem: description of a failure or damage, if any.
         events: the last ones, oldest first.
         beats: last heartbeat of each rank.
@@ -272,82 +282,52 @@ class AlertInputs:
         disk: free and total bytes of the run's disk, None if unknown.
         now: Unix time.
     """
-
-    state: str
-    problem: str | None
-    events: Sequence[Mapping[str, Any]]
-    beats: Sequence[HeartbeatRecord]
-    nonfinite: Sequence[int]
-    disk: tuple[int, int] | None
-    now: float
-
-
-def alerts(facts: AlertInputs) -> list[Alert]:
-    """Return a run's alerts, the most severe first."""
-    alerts_of_run: list[Alert] = []
-    if facts.state in ("failed", "crashed", "damaged"):
-        alerts_of_run.append(Alert(kind="ended", severity="error", text=_end(facts)))
-    if facts.nonfinite:
-        text = f"the loss was NaN or infinite at step {facts.nonfinite[-1]}"
-        alerts_of_run.append(Alert(kind="loss", severity="error", text=text))
-    if facts.state in ("running", "waiting"):
-        alerts_of_run += _active_alerts(facts)
-    alerts_of_run += _save_alerts(facts.events)
-    return sorted(alerts_of_run, key=lambda alert: alert.severity != "error")
-
-
-def _end(facts: AlertInputs) -> str:
-    if facts.state == "crashed":
-        return "it ended without a final event: it was killed, or its node went down"
-    return facts.problem or facts.state
-
-
-def _active_alerts(facts: AlertInputs) -> list[Alert]:
     found = []
-    silent = [beat for beat in facts.beats if is_silent(beat, facts.now)]
+    if state in ("failed", "crashed", "damaged"):
+        killed = "it ended without a final event: it was killed, or its node went down"
+        found.append(Alert("ended", "error", killed if state == "crashed" else problem or state))
+    if nonfinite:
+        found.append(Alert("loss", "error", f"the loss was NaN or infinite at step {nonfinite[-1]}"))
+    if state in ("running", "waiting"):
+        found += [*_beat_alerts(beats, now), *_disk_alerts(disk), *_fault_alerts(events, now)]
+    found += _save_alerts(events)
+    return sorted(found, key=lambda alert: alert.severity != "error")
+
+
+def _beat_alerts(beats: Sequence[HeartbeatRecord], now: float) -> Iterator[Alert]:
+    silent = [beat for beat in beats if not beat.left and now - beat.time > SILENT_S]
     if silent:
-        oldest = min(beat.time for beat in silent)
         ranks = ", ".join(f"{beat.rank} ({beat.host})" for beat in silent[:4])
         more = f" and {len(silent) - 4} more" if len(silent) > 4 else ""
-        text = f"no heartbeat for {facts.now - oldest:.0f} s from rank {ranks}{more}"
-        found.append(Alert(kind="silent", severity="error", text=text))
-    moved = max((beat.stepped for beat in facts.beats), default=None)
-    if moved is not None and facts.now - moved > STUCK_S:
-        text = f"no step for {facts.now - moved:.0f} s"
-        found.append(Alert(kind="progress", severity="warning", text=text))
-    if facts.disk is not None:
-        free, total = facts.disk
-        if free < MIN_DISK[1] and free < MIN_DISK[0] * total:
-            text = f"the disk is nearly full: {free / 2**30:.2f} GiB free"
-            found.append(Alert(kind="disk", severity="warning", text=text))
-    recent = [e for e in facts.events if facts.now - float(e.get("time", 0.0)) < RECENT_S]
-    for kind, fault_text in _FAULT_TEXTS.items():
-        number = sum(event.get("event") == kind for event in recent)
-        if number:
-            times = f" ({number} times)" if number > 1 else ""
-            text = f"{fault_text} in the last {RECENT_S / 60:.0f} minutes{times}"
-            found.append(Alert(kind="fault", severity="warning", text=text))
-    return found
+        oldest_s = now - min(beat.time for beat in silent)
+        yield Alert("silent", "error", f"no heartbeat for {oldest_s:.0f} s from rank {ranks}{more}")
+    moved = max((beat.stepped for beat in beats), default=now)
+    if now - moved > STUCK_S:
+        yield Alert("progress", "warning", f"no step for {now - moved:.0f} s")
 
 
-def _save_alerts(events: Sequence[Mapping[str, Any]]) -> list[Alert]:
-    """Return alerts about saves that failed since the last success, and about any corruption."""
-    found = []
-    for good, bad in (("checkpoint", "checkpoint failed"), ("backup", "backup failed")):
-        last = next((event for event in reversed(events) if event.get("event") in (good, bad)), None)
-        if last is not None and last["event"] == bad:
-            text = f"the last {good} failed: {last.get('error', '')}"
-            found.append(Alert(kind="checkpoint", severity="warning", text=text))
-    corrupt = next((event for event in reversed(events) if event.get("event") == "corruption"), None)
-    if corrupt is not None:
-        text = str(corrupt.get("sentence", "the ranks' bits differed"))
-        found.append(Alert(kind="corruption", severity="warning", text=text))
-    return found
+def _disk_alerts(disk: tuple[int, int] | None) -> Iterator[Alert]:
+    if disk is not None and disk[0] < min(MIN_DISK[1], MIN_DISK[0] * disk[1]):
+        yield Alert("disk", "warning", f"the disk is nearly full: {disk[0] / 2**30:.2f} GiB free")
 
 
-def is_silent(beat: HeartbeatRecord, now: float) -> bool:
-    """Return whether a rank's next heartbeat is overdue."""
-    return not beat.left and now - beat.time > SILENT_S
+def _fault_alerts(events: Sequence[Mapping[str, Any]], now: float) -> Iterator[Alert]:
+    recent = Counter(event.get("event") for event in events if now - float(event.get("time", 0.0)) < RECENT_S)
+    for kind, text in _FAULT_TEXTS.items():
+        if recent[kind]:
+            times = f" ({recent[kind]} times)" if recent[kind] > 1 else ""
+            yield Alert("fault", "warning", f"{text} in the last {RECENT_S / 60:.0f} minutes{times}")
+
+
+def _save_alerts(events: Sequence[Mapping[str, Any]]) -> Iterator[Alert]:
+    """Yield alerts about saves that failed since the last success, and about any corruption."""
+    last = {event.get("event"): (number, event) for number, event in enumerate(events)}
+    for good in ("checkpoint", "backup"):
+        number, event = last.get(f"{good} failed", (-1, {}))
+        if number > last.get(good, (-1,))[0]:
+            yield Alert("checkpoint", "warning", f"the last {good} failed: {event.get('error', '')}")
+    if "corruption" in last:
+        yield Alert("corruption", "warning", str(last["corruption"][1].get("sentence", "the ranks' bits differed")))
 
 
 # --- The index: read a run again only after one of its files has changed ---
@@ -378,7 +358,7 @@ class IndexedSearch:
         signature = (is_locked(self._path / "tune.lock"), *map(file_signature, files))
         if signature != self._signature:
             self._signature = signature
-            settings, result = map(_read_object, files)
+            settings, result = map(read_object, files)
             state = "running" if signature[0] else "finished" if result.get("done") is True else "stopped"
             best, metric = result.get("best"), str(settings.get("metric", "")).partition(":")[0]
             best = best if isinstance(best, dict) and isinstance(best.get(metric), int | float) else None
@@ -394,14 +374,6 @@ class IndexedSearch:
                 "best": None if best is None else page_name(self._path / str(best.get("run", ""))),
             }
         return signature[1] is not None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        document = parse_json(read_document(path))
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
 
 
 def page_name(path: Path) -> str:
@@ -553,7 +525,7 @@ def _row_of(
     row["world_size"] = world.get("computing", world.get("world_size", summary.world_size))
     row["state"] = state
     row["folder"] = directory.path.parent.name
-    facts = AlertInputs(
+    found = alerts(
         state=state,
         problem=summary.problem,
         events=events,
@@ -564,7 +536,7 @@ def _row_of(
         disk=_disk(directory) if is_active else None,
         now=now,
     )
-    row["alerts"] = [asdict(alert) for alert in alerts(facts)]
+    row["alerts"] = [asdict(alert) for alert in found]
     moving = [beat.steps_per_s for beat in beats if beat.steps_per_s is not None and not beat.left]
     row["steps_per_s"] = max(moving, default=None) if is_active else None
     if is_active and beats:

@@ -57,6 +57,15 @@ class RunSummary:
     problem: str | None = None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if it is missing, damaged or anything else."""
+    try:
+        document = parse_json(read_document(path))
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
 def check_folder(root: Path) -> None:
     """Require that a directory exists and is readable.
 

@@ -25,7 +25,7 @@ from tests.runs.made import make_run
 from paceline.core.access import create_token
 from paceline.core.errors import ConfigError
 from paceline_pages import dashboard
-from paceline_pages.dashboard import DashboardServer, _Connection, choose_to_end, read_or_create_token
+from paceline_pages.dashboard import DashboardServer, choose_to_end, read_or_create_token
 
 
 def ask(
@@ -190,9 +190,9 @@ def test_a_client_must_send_its_request_in_time(server: DashboardServer, monkeyp
 
 def test_a_client_with_many_connections_loses_its_own() -> None:
     connections = {
-        "old": _Connection("192.0.2.1", 1.0),
-        "new": _Connection("192.0.2.2", 3.0),
-        "newer": _Connection("192.0.2.2", 2.0),
+        "old": ("192.0.2.1", 1.0),
+        "new": ("192.0.2.2", 3.0),
+        "newer": ("192.0.2.2", 2.0),
     }
     assert choose_to_end(connections) == "newer"
 

@@ -18,7 +18,7 @@ from typing import Any
 from paceline.core.files import link, read_document
 from paceline.runs.metric_writers import Media
 from paceline.runs.trackers import RUN_ID, RunInfo
-from paceline_pages.run_status import search_of
+from paceline_pages.run_status import read_object, search_of
 from paceline_trackers.media import LoggedImage
 from paceline_trackers.writer import describe
 
@@ -51,10 +51,7 @@ class MlflowStore:
 
     def create_search(self, search: Path, experiment: str, task: str, **started: Any) -> str:
         """Create the run of a search, with its settings as parameters, and return its id."""
-        try:
-            settings = dict(json.loads(read_document(search / "tune.json")))
-        except (OSError, ValueError, TypeError):
-            settings = {}
+        settings = read_object(search / "tune.json")
         options = {n: v for n, v in settings.items() if n != "options" and v not in (None, {}, [], "")}
         tags = mlflow_tags(task, f"A search of `{task}` in `{search}`; its trials are the child runs.")
         return self.create_run(experiment, search.name, {**tags, "paceline.search": str(search)}, options, **started)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.core.errors import ConfigError, LaunchError, PackageError
-from paceline.core.files import read_document, read_json_lines, write_atomically
+from paceline.core.files import read_json_lines, write_atomically
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.plugins import install_command
 from paceline.core.signals import handle_signals
@@ -40,6 +40,7 @@ from paceline.runs.package import read_manifest
 from paceline.runs.package_registry import Registry
 from paceline.runs.trackers import RunInfo
 from paceline_pages.comparison import ComparedRun, differing_settings
+from paceline_pages.run_status import read_object
 from paceline_trackers.mlflow import MlflowStore, mlflow_metrics, mlflow_tags
 from paceline_trackers.writer import finite_scalars
 
@@ -176,18 +177,10 @@ def _add_search(store: MlflowStore, search: Path, experiment: str, runs: Sequenc
     spans = [_span_ms(run) for run in trials]
     begin_ms, end_ms = min(begin for begin, _ in spans), max(end for _, end in spans)
     parent = store.create_search(search, experiment, trials[0].summary.task or "", start_time=begin_ms)
-    store.log_best(parent, _read_result(search), end_ms / 1000)
+    store.log_best(parent, read_object(search / "result.json"), end_ms / 1000)
     if all(run.summary.state != "running" for run in trials):
         store.client.set_terminated(parent, "FINISHED", end_ms)
     return parent
-
-
-def _read_result(path: Path) -> dict[str, Any]:
-    """Return a search's ``result.json``; empty if it has not ended, or cannot be read."""
-    try:
-        return dict(json_module.loads(read_document(path / "result.json")))
-    except (OSError, ValueError, TypeError):
-        return {}
 
 
 def _span_ms(run: ComparedRun) -> tuple[int, int]:
