@@ -30,8 +30,6 @@ class Artifact:
     """A run or a package.
 
     Attributes:
-        kind: of the artifact.
-        path: its directory.
         time: Unix time of the last sign of life.
         reason: why it stays; None if it may be removed.
         name: of the run's directory; for a package, its name and the start of its digest.

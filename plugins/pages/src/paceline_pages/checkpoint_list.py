@@ -16,11 +16,8 @@ class CheckpointEntry:
     """One checkpoint or backup.
 
     Attributes:
-        name: name of its directory, with step and version.
-        step: optimizer steps done.
         epoch: epochs done; None if the manifest is damaged.
         best_version: the version of the best model then.
-        size_bytes: size of its files on disk.
         created: Unix time.
         marks: "latest" (the newest), "best" (of the newest), "backup" (it is one), "backed up" (it has one), "damaged".
         problem: the error in its manifest or the sizes of its files, if any.

@@ -67,11 +67,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_folder(root: Path) -> None:
-    """Require that a directory exists and is readable.
-
-    Raises:
-        RunDirectoryError: it does not, or is not.
-    """
+    """Require that a directory exists and is readable."""
     try:
         problem = None if root.is_dir() else f"there is no directory {root}"
     except OSError as error:

@@ -26,14 +26,7 @@ _LONGEST_TEMPORARY = 17
 
 
 def import_ray(extra: str = "ray") -> ModuleType:
-    """Import the library.
-
-    Args:
-        extra: Paceline's extra that installs the needed part of it.
-
-    Raises:
-        LaunchError: it is not installed.
-    """
+    """Import Ray, as an extra of Paceline installs it; a LaunchError says how."""
     # Usage reports would go over the network; so would a question about them to the terminal.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray: ModuleType = import_library("ray", "this command", extra, LaunchError)

@@ -35,11 +35,7 @@ def is_cross_site(host: str, origin: str | None, fetch_site: str | None) -> bool
 
 
 def check_cors_origins(origins: Sequence[str]) -> None:
-    """Check the origins of ``--cors-origin``.
-
-    Raises:
-        ConfigError: one is not an origin as browsers write it.
-    """
+    """Check the origins of ``--cors-origin``."""
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
             raise ConfigError(

@@ -50,22 +50,7 @@ _DURATIONS = ("max_wait", "timeout", "receive_timeout", "startup_timeout", "hang
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    """The options of ``paceline serve`` that several parts share.
-
-    Attributes:
-        devices: of the replicas, in turn.
-        max_batch: rows of a batch.
-        max_wait_s: how long a batch may wait to fill while every replica is busy. It never waits for an idle
-            one.
-        max_queue: rows that may wait while replicas run at their best speed, fewer while they are slower;
-            further rows are refused with 429.
-        timeout_s: time limit of a request, unless the request sets a shorter one.
-        receive_timeout_s: how long a client may take to send one request.
-        drain_delay_s: after SIGTERM, how long to report "not ready" before connections are refused.
-        startup_timeout_s: how long a replica may take to load its model.
-        hang_timeout_s: a replica that computes one batch for longer is killed.
-        exact: answer a row with the same bits whatever else is in its batch.
-    """
+    """The options of ``paceline serve`` that several parts share; its help describes them."""
 
     replicas: int = 1
     devices: tuple[str, ...] = ("cpu",)

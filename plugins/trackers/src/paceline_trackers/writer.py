@@ -67,21 +67,16 @@ class TrackerWriter:
         self._thread = threading.Thread(target=self._work, name=f"paceline-{name}", daemon=True)
         self._thread.start()
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Queue a record; see :mod:`paceline.runs.monitor` for its keys."""
-        self._enqueue(record)
-
-    def write_media(self, media: Media) -> None:
-        """Queue an image, a text or a histogram."""
-        self._enqueue(media)
-
-    def _enqueue(self, record: Mapping[str, Any] | Media) -> None:
+    def write(self, record: Mapping[str, Any] | Media) -> None:
+        """Queue a record, whose keys :mod:`paceline.runs.monitor` has, or an image, a text or a histogram."""
         if not self._thread.is_alive():
             return  # already reported
         try:
             self._waiting.put_nowait(record)
         except queue.Full:
             self._lost += 1
+
+    write_media = write
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Report the end of the run; ``result`` is the content of ``result.json``."""

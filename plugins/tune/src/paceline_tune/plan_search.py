@@ -267,11 +267,7 @@ _UNSUPPORTED_STRATEGIES = ("hogwild", "ps")
 
 
 def check(search: Search) -> None:
-    """Check the options of a search before anything is started.
-
-    Raises:
-        ConfigError: an option has an impossible value.
-    """
+    """Check the options of a search before anything is started."""
     config = search.config
     for name in ("trials", "grace_period", "perturbation_interval", "repeats"):
         if (value := getattr(search, name)) < 1:
@@ -385,11 +381,7 @@ def find_task(search: Search) -> Search:
 
 
 def require_same(recorded: Search, requested: Search, directory: SearchDirectory, metric: str | None) -> None:
-    """Refuse to continue a search with other settings; trials and budget may differ.
-
-    Raises:
-        ConfigError: they differ.
-    """
+    """Refuse to continue a search with other settings; trials and budget may differ."""
     options = dict(recorded.options)
     if "best_metric" not in requested.options:
         options.pop("best_metric", None)  # chosen by the search itself

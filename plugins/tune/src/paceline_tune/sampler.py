@@ -17,11 +17,7 @@ _MAX_TRIES = 20
 
 
 def import_optuna() -> ModuleType:
-    """Import the library.
-
-    Raises:
-        LaunchError: it is not installed.
-    """
+    """Import Optuna; a LaunchError says how to install it."""
     optuna: ModuleType = import_library("optuna", "--sampler tpe", "tune", LaunchError)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna

@@ -145,22 +145,12 @@ _LOCK_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The settings of a search; the content of ``tune.json``.
+    """The settings of a search; the content of ``tune.json``. The help of ``paceline tune`` describes its options.
 
     Attributes:
         options: of each trial's run, as for ``paceline train``: task, seed, epochs, nproc, ...
-        space: of ``--search``, or the task's own.
-        trials: largest number of configurations; with pbt the number of members.
-        repeats: trials of each configuration, with different seeds.
         choices: the values of choices with the types of the task's fields, by name.
         searched_options: the names in ``space`` that are options of the run.
-        scheduler: stops trials early, or lets them continue others.
-        grace_period: evaluations that every trial has.
-        reduction_factor: one in this many trials passes a rung.
-        perturbation_interval: evaluations between two comparisons of all members.
-        metric: ``NAME:min`` or ``NAME:max``, of the validation split.
-        stop: values at which a trial ends, by metric.
-        price_per_hour: dollars per hour of the nodes.
         evaluations: of a whole trial; None if unknown.
         total_steps: of a whole trial; None if unknown.
         start_s: of a trial, until its first step, measured on this machine before the search.
