@@ -16,7 +16,6 @@ from paceline_tune.status import show_value
 
 _SIZE = (9.0, 5.0)  # inches
 _MAX_TICKS = 8
-_MIN_LOG_RATIO = 100  # ranges with at least this ratio have ticks at powers of ten
 _MARGIN = 0.04  # above and below the values of an axis
 
 
@@ -126,29 +125,28 @@ def _parallel(figure: Any, search: Search, trials: Sequence[Trial], best: Trial 
 
 def _height(dimension: Dimension, value: Any) -> float:
     """Return the position of a value on its axis, from 0 to 1."""
+    from matplotlib.colors import LogNorm, Normalize
+
     if dimension.kind == "choice":
         return dimension.values.index(value) / max(1, len(dimension.values) - 1)
-    low, high = dimension.bounds
-    if dimension.kind in ("log", "log-int"):
-        return (math.log(float(value)) - math.log(low)) / (math.log(high) - math.log(low))
-    return (float(value) - low) / (high - low)
+    scale = LogNorm if dimension.kind.startswith("log") else Normalize
+    return float(scale(*dimension.bounds)(float(value)))
 
 
 def _ticks(dimension: Dimension) -> list[tuple[float, str]]:
-    """Return the labels of an axis: all choices, or some values of a range."""
+    """Return the labels of an axis: all choices, or both ends of a range and what fits between them."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
     if dimension.kind == "choice":
         return [(_height(dimension, value), str(value)) for value in dimension.values]
     low, high = dimension.bounds
-    values: Sequence[float]
-    if dimension.kind == "int":
-        step = max(1, math.ceil((high - low) / _MAX_TICKS))
-        values = [*range(int(low), int(high), step), int(high)]
-    elif dimension.kind in ("log", "log-int") and high / low >= _MIN_LOG_RATIO:
-        powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
-        powers_between = [10.0**power for power in powers if low * 1.5 < 10.0**power < high / 1.5]
-        values = [low, *powers_between, high]
-    elif dimension.kind in ("log", "log-int"):
-        values = [low, float(f"{math.sqrt(low * high):.2g}"), high]
-    else:
-        values = [low, *(float(f"{low + (high - low) * part:.3g}") for part in (0.25, 0.5, 0.75)), high]
-    return [(_height(dimension, value), show_value(value)) for value in values]
+    locator = (
+        LogLocator() if dimension.kind.startswith("log") else MaxNLocator(_MAX_TICKS, integer="int" in dimension.kind)
+    )
+    between = [value for value in map(float, locator.tick_values(low, high)) if low < value < high]
+    heights = {value: _height(dimension, value) for value in (low, *between, high)}
+    return [
+        (height, show_value(value))
+        for value, height in heights.items()
+        if value in (low, high) or _MARGIN < height < 1 - _MARGIN
+    ]
