@@ -116,34 +116,24 @@ def read_or_create_token(path: Path) -> bytes:
 
 
 _POLL_S = 10.0
-_IDLE_POLL_S = 30.0  # without a visitor for this long, no scheduler is queried
 _SHOWN_S = 86400.0  # an ended job, as in `paceline jobs`
 
 
 class Jobs:
-    """A reader of the job store that queries it every ten seconds while a page is open.
+    """A reader of the job store that queries it at most every ten seconds, and only while a page is open.
 
     It keeps commands and variables of jobs to itself, since they may contain secrets.
     """
 
     def __init__(self) -> None:
         self._rows: list[tuple[JobRecord, JobStatus]] = []
-        self._last_request = 0.0
-        self._wake = threading.Event()
-        self._ending = False
-        self._thread = threading.Thread(target=self._watch, name="paceline-jobs", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._ending = True
-        self._wake.set()
-        self._thread.join(1.0)
+        self._asked_at = -math.inf
+        self._asking = threading.Lock()
 
     def rows(self, index: Index) -> list[dict[str, Any]]:
-        """Return the last known status of each job, newest first, at most two queries old."""
-        last_request, self._last_request = self._last_request, time.monotonic()
-        if self._last_request - last_request > _IDLE_POLL_S:
-            self._wake.set()
+        """Return the last known status of each job, newest first; those of the first request come later."""
+        if time.monotonic() - self._asked_at > _POLL_S and self._asking.acquire(blocking=False):
+            threading.Thread(target=self._ask, name="paceline-jobs", daemon=True).start()
         return [
             {
                 "id": record.id,
@@ -158,16 +148,16 @@ class Jobs:
             for record, status in reversed(self._rows)
         ]
 
-    def _watch(self) -> None:
-        while not self._ending:
-            if self._last_request and time.monotonic() - self._last_request < _IDLE_POLL_S:
-                self._rows = [
-                    (record, status)
-                    for record in read_records()
-                    if not (status := status_of(record)).ended or time.time() - record.submitted < _SHOWN_S
-                ]
-            self._wake.wait(_POLL_S)
-            self._wake.clear()
+    def _ask(self) -> None:
+        try:
+            self._rows = [
+                (record, status)
+                for record in read_records()
+                if not (status := status_of(record)).ended or time.time() - record.submitted < _SHOWN_S
+            ]
+        finally:
+            self._asked_at = time.monotonic()
+            self._asking.release()
 
 
 # --- One run, as the page shows it ---
@@ -358,16 +348,7 @@ class DashboardServer(PageServer):
     def __init__(
         self, roots: list[Path], *, host: str = "127.0.0.1", port: int = 0, token: bytes | None = None
     ) -> None:
-        self._jobs = Jobs()
-        try:
-            super().__init__(Pages(Index(roots), self._jobs), host=host, port=port, token=token)
-        except ConfigError:
-            self._jobs.close()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._jobs.close()
+        super().__init__(Pages(Index(roots), Jobs()), host=host, port=port, token=token)
 
 
 class Page(NamedTuple):

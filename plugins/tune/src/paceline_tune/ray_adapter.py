@@ -116,9 +116,6 @@ class TrialRun(Trainable):  # type: ignore[misc]
 # --- Searcher and scheduler, restored from the journal ---
 
 
-_MAX_EVALUATIONS = 1_000_000  # if the number of a trial's evaluations is unknown
-
-
 class JournalSearcher(Searcher):  # type: ignore[misc]
     """A searcher that suggests the trials ``numbers`` in order, until ``closed`` returns True.
 
@@ -209,15 +206,11 @@ class Asha(FIFOScheduler):  # type: ignore[misc]
 
     def __init__(self, search: Search) -> None:
         super().__init__()
-        self._evaluations = search.evaluations or _MAX_EVALUATIONS
+        self._evaluations = search.evaluations or math.inf
         self._sign = 1.0 if search.mode == "max" else -1.0
         self._percentile = 100 * (1 - 1 / search.reduction_factor)
-        # By the highest milestone first: the values of the trials that were compared there.
-        self._rungs: list[tuple[float, dict[int, float]]] = []
-        milestone = float(search.grace_period)
-        while milestone <= self._evaluations:
-            self._rungs.insert(0, (milestone, {}))
-            milestone = search.grace_period * search.reduction_factor ** len(self._rungs)
+        # The highest milestone first, each with the values of the trials that were compared there.
+        self._rungs: list[tuple[float, dict[int, float]]] = [(each, {}) for each in reversed(search.milestones)]
         self._num_stopped = 0
 
     def replay(self, results: Sequence[TrialResult], search: Search) -> None:

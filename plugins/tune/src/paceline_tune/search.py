@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -141,6 +142,7 @@ SchedulerName = Literal["asha", "pbt", "none"]
 SamplerName = Literal["random", "tpe"]
 
 _LOCK_TIMEOUT_S = 30.0
+_MAX_EVALUATIONS = 1_000_000  # if the number of a trial's evaluations is unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,17 +236,21 @@ class Search:
         return generation * self.perturbation_interval if generation < self.generations else None
 
     @property
+    def milestones(self) -> list[float]:
+        """The evaluations from which ASHA compares trials: at an evaluation at the highest one not used yet."""
+        last = self.evaluations or _MAX_EVALUATIONS
+        powers = (self.grace_period * self.reduction_factor**power for power in count())
+        return list(takewhile(lambda milestone: milestone <= last, powers))
+
+    @property
     def rungs(self) -> tuple[int, ...]:
+        """The evaluations at which ASHA compares a trial that is trained to its end."""
         if self.scheduler != "asha" or self.evaluations is None:
             return ()
-        pending_rungs = [float(self.grace_period)]
-        while pending_rungs[-1] < self.evaluations:
-            pending_rungs.append(self.grace_period * self.reduction_factor ** len(pending_rungs))
-        rungs = []
+        pending, rungs = self.milestones, []
         for evaluation in range(self.grace_period, self.evaluations):
-            # ASHA compares once per evaluation, at the highest rung not used yet.
-            if reached := bisect_right(pending_rungs, evaluation):
-                pending_rungs.pop(reached - 1)
+            if reached := bisect_right(pending, evaluation):
+                pending.pop(reached - 1)
                 rungs.append(evaluation)
         return tuple(rungs)
 
