@@ -205,11 +205,12 @@ def to_dtype(name: str, numbers: Array, tensor: TensorSpec) -> Array:
             _check_whole(name, numbers, np.iinfo(dtype))
         with np.errstate(over="ignore"):
             array = numbers.astype(dtype)
-        if dtype.kind == "f" and not (np.isfinite(array) | ~np.isfinite(numbers)).all():
+    if dtype.kind == "f" and not (is_finite := np.isfinite(array)).all():
+        if (np.isfinite(numbers) & ~is_finite).any():
             raise CellError(None, name, f"must be within the range of {tensor.dtype}, but has a number beyond it")
-    if dtype.kind == "f" and not tensor.allow_missing and array.size and np.isnan(array.min()):  # that of a NaN is NaN
-        row = int(np.argmax(np.isnan(array).reshape(len(array), -1).any(axis=1)))
-        raise CellError(row, name, f"{MISSING}, but has a NaN")
+        if not tensor.allow_missing and (is_missing := np.isnan(array)).any():
+            row = int(np.argmax(is_missing.reshape(len(array), -1).any(axis=1)))
+            raise CellError(row, name, f"{MISSING}, but has a NaN")
     is_low = tensor.minimum is not None and (array < tensor.minimum).any()
     if is_low or (tensor.maximum is not None and (array > tensor.maximum).any()):
         least, most = tensor.minimum, tensor.maximum

@@ -160,8 +160,6 @@ def _run_first_steps(
 
 
 def _steps_between(every: Interval, steps_per_epoch: int | None, total: int | None) -> int | None:
-    if every == Interval():
-        raise ConfigError("--eval-every never: a search compares trials by their evaluations. Leave it out.")
     steps = every.steps
     if steps is None and steps_per_epoch is not None:
         steps = (every.epochs or 1) * steps_per_epoch
@@ -289,7 +287,7 @@ def check(search: Search) -> None:
             "a trial runs on one node, which Ray chooses: leave --on and --nodes out. To use several nodes: "
             "paceline launch --on slurm --rank-launcher ray --nodes 4 -- paceline tune ..."
         )
-    if config.data.val_fraction is None and config.evaluation.eval_every == Interval():
+    if config.evaluation.eval_every == Interval():
         raise ConfigError("--eval-every never: a search compares trials by their evaluations. Leave it out.")
     if any(method in _UNSUPPORTED_STRATEGIES for method in config.strategies):
         raise ConfigError(
