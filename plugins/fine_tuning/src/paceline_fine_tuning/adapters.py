@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from paceline.core.errors import CheckpointError, ConfigError, join_names
-from paceline.core.plugins import install_command
+from paceline.core.plugins import import_library
 from paceline.runs.rank_log import silence_loggers
 from paceline.torch_internals import PYTREE_LOGGER
 from paceline_fine_tuning.options import ALL_LINEAR, Lora
@@ -106,14 +106,9 @@ def _check_is_own(module: nn.Module, layers: list[str]) -> None:
 
 def require_peft() -> None:
     """Import peft."""
-    try:
-        # It and what it calls would import bitsandbytes for layers that are not used here, which takes seconds.
-        with silence_loggers(*NOISY), hide_modules("bitsandbytes"):
-            import peft  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"--lora needs peft, which cannot be imported ({error}). Install it: {install_command('lora')}"
-        ) from error
+    # It and what it calls would import bitsandbytes for layers that are not used here, which takes seconds.
+    with silence_loggers(*NOISY), hide_modules("bitsandbytes"):
+        import_library("peft", "--lora", "lora")
 
 
 def adapted_layers(state: Mapping[str, Any]) -> list[str]:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.core.errors import ConfigError
-from paceline.core.plugins import install_command
+from paceline.core.plugins import import_library
 from paceline.runs.rank_log import silence_loggers
 
 _BLOCK = 64
@@ -37,15 +36,9 @@ def hide_modules(*names: str) -> Iterator[None]:
 
 def require_bitsandbytes() -> None:
     """Import bitsandbytes."""
-    try:
-        # With the package kernels, it would download code from the Hub and run it.
-        with silence_loggers("bitsandbytes"), hide_modules("kernels"):
-            import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"--lora quantize=nf4 needs bitsandbytes, which cannot be imported ({error}). Install it: "
-            f"{install_command('qlora')}"
-        ) from error
+    # With the package kernels, it would download code from the Hub and run it.
+    with silence_loggers("bitsandbytes"), hide_modules("kernels"):
+        import_library("bitsandbytes", "--lora quantize=nf4", "qlora")
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:

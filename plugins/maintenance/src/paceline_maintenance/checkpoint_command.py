@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -84,12 +85,10 @@ def prune(
         keep = int(directory.read_manifest()["config"].get("keep_checkpoints", 1))
     if keep < 1:
         raise ConfigError(f"--keep must be at least 1, but is {keep}.")
-    if dry_run:
-        with progress_bar("verifying", quiet=json, in_bytes=True) as on_read:
-            removals = choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
-    else:
-        with directory.locked(), progress_bar("verifying", quiet=json, in_bytes=True) as on_read:
-            removals = choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
+    lock = nullcontext() if dry_run else directory.locked()
+    with lock, progress_bar("verifying", quiet=json, in_bytes=True) as on_read:
+        removals = choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
+        if not dry_run:
             remove_checkpoints(directory.checkpoints, removals.removed)
     if json:
         names = {field: [path.name for path in paths] for field, paths in removals._asdict().items()}
