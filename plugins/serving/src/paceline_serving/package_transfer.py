@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from paceline.core.errors import PackageError
 from paceline.core.files import check_location, is_address, open_regular
 from paceline.runs.checkpoint_manifest import MANIFEST, MAX_MANIFEST_BYTES, write_file
 from paceline.runs.package import verify_package
 from paceline.runs.package_manifest import PackageManifest
-from paceline.runs.package_registry import PackageReference, Registry, Tag, parse_reference, writable
+from paceline.runs.package_registry import PackageReference, Registry, parse_reference, writable
+
+if TYPE_CHECKING:
+    from paceline_stores.package_store import PackageStore
 
 _PIECE_BYTES = 2**20
 
@@ -23,29 +26,15 @@ ReadFile = Callable[[str], Iterator[bytes]]
 """Yields the content of a package's file."""
 
 
-class PackagePlace(Protocol):
-    """A registry that packages are copied from and to."""
-
-    def resolve(self, text: str) -> str:
-        """Return the digest of ``NAME@TAG``, of ``NAME``, or of a prefix of a digest."""
-
-    def read(self, digest: str, name: str, size: int) -> Iterator[bytes]:
-        """Yield the content of a package's file, of at most so many bytes."""
-
-    def is_whole(self, digest: str) -> bool:
-        """Return whether the whole package is here."""
-
-    def store(self, manifest: PackageManifest, read: ReadFile) -> None:
-        """Add a package, or replace a damaged one; nothing is visible before every file has its digest."""
-
-    def put_tag(self, reference: PackageReference, digest: str) -> Tag | None:
-        """Point a tag at a package, and return what it was before."""
+PackagePlace: TypeAlias = "DirectoryPlace | PackageStore"
+"""A registry that packages are copied from and to."""
 
 
 class DirectoryPlace(Registry):
     """A registry in a directory."""
 
     def read(self, digest: str, name: str, size: int) -> Iterator[bytes]:
+        """Yield the content of a package's file, of at most so many bytes."""
         path = self.path_of(digest) / name
         try:
             with open_regular(path) as file:
@@ -65,6 +54,7 @@ class DirectoryPlace(Registry):
             return False
 
     def store(self, manifest: PackageManifest, read: ReadFile) -> None:
+        """Add a package, or replace a damaged one; nothing is visible before every file has its digest."""
         digest = manifest.digest
         with self.draft() as draft, writable(self.path):
             for name, record in manifest.files.items():

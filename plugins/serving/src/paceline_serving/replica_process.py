@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.core.errors import ServingError
 from paceline.core.fork_server import Exited, Forked, ForkServer, NotForked
@@ -19,19 +19,6 @@ from paceline_serving import frames
 from paceline_serving.model import Array, Arrays, ModelLocation, ServedModel, ServingOptions
 
 # --- How a server gets the processes of its replicas: forked, or from a fresh interpreter ---
-
-
-class Process(Protocol):
-    """A replica's process, however it was started."""
-
-    @property
-    def pid(self) -> int: ...
-
-    async def wait(self) -> object:
-        """Return when it has ended."""
-
-    def kill(self) -> None:
-        """End it now; a ProcessLookupError says that it has ended."""
 
 
 class _Forked:
@@ -49,13 +36,16 @@ class _Forked:
         os.close(self._pidfd)
         self._ended.set()
 
-    async def wait(self) -> object:
-        return await self._ended.wait()
+    async def wait(self) -> None:
+        await self._ended.wait()
 
     def kill(self) -> None:
         if not self._ended.is_set():
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
+
+Process = asyncio.subprocess.Process | _Forked
+"""A replica's process, however it was started."""
 
 _PYTHON = (sys.executable, "-P", "-m")  # -P: no library comes from the current directory
 

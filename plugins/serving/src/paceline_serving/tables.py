@@ -224,11 +224,11 @@ def _check_whole(name: str, numbers: Array, limits: np.iinfo[Any]) -> None:
     is_float = numbers.dtype.kind == "f"
     if is_float and not (np.isfinite(numbers) & (numbers == np.trunc(numbers))).all():
         raise CellError(None, name, "must be whole numbers")
-    # A float of this size may be another whole number than its digits.
-    least = max(limits.min, -EXACT_FLOATS) if is_float else limits.min
-    most = min(limits.max, EXACT_FLOATS) if is_float else limits.max
-    if numbers.size and (int(numbers.min()) < least or int(numbers.max()) > most):
+    least, most = (int(numbers.min()), int(numbers.max())) if numbers.size else (0, 0)
+    if least < limits.min or most > limits.max:
         raise CellError(None, name, f"must be between {limits.min} and {limits.max}")
+    if is_float and max(-least, most) >= EXACT_FLOATS:
+        raise CellError(None, name, "must have all its digits: floats from 2**53 on may be other whole numbers")
 
 
 def _parse_text(row: int, column: str, cell: Any, tensor: TensorSpec) -> str:
