@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gzip
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import paceline
 from paceline_lm.documents import Documents, read_documents
 from paceline_lm.encoding import Encoder
 from paceline_lm.mixture import Mixture
-from paceline_lm.packing import PackedDocuments, count_packs, plan_packs
+from paceline_lm.packing import ConcatenatedDocuments, PackedDocuments, count_packs, plan_packs
 from paceline_lm.sources import parse_sources
 from paceline_lm.token_file import TokenFile
 
@@ -224,7 +225,7 @@ def test_packs_hold_whole_documents_and_begin_positions_again(tmp_path: Path) ->
     seen = []
     for number in range(len(packed)):
         pack = packed[number]
-        assert {tuple(values.shape) for values in pack.values()} == {(32,)}
+        assert {tuple(pack[name].shape) for name in ("input_ids", "labels", "position_ids")} == {(32,)}
         starts = [*(pack["position_ids"] == 0).nonzero().flatten().tolist(), 32]
         for which, start, stop in zip(packed.numbers(number), starts, starts[1:], strict=False):
             assert torch.equal(pack["input_ids"][start:stop], documents[which]["input_ids"])
@@ -239,6 +240,22 @@ def test_packs_hold_whole_documents_and_begin_positions_again(tmp_path: Path) ->
     train.set_epoch(5)
     assert {i for n in range(len(train)) for i in train.numbers(n)} == parts[0]
     assert (parts[0] | parts[1], parts[0] & parts[1], len(parts[1])) == (set(range(6)), set(), 2)
+
+
+def test_documents_one_after_another_are_cut_into_samples(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer()
+    records = [{"text": " ".join(["hat"] * count)} for count in (3, 9, 1, 40, 2, 8)]
+    documents = read_documents([write_lines(tmp_path / "a.jsonl", records)], tokenizer, sys.maxsize)
+    assert (len(documents), documents.counts["divided"]) == (6, 0)
+    joined = ConcatenatedDocuments(documents, 16)
+    samples = [joined[n] for n in range(len(joined))]
+    for name in ("input_ids", "labels"):
+        assert {sample[name].shape for sample in samples} == {(16,)}
+        words = torch.cat([sample[name][: sample["num_tokens"]] for sample in samples])
+        assert torch.equal(words, torch.cat([document[name] for document in documents]))
+    assert [int(sample["num_tokens"]) for sample in samples] == [16] * (len(samples) - 1) + [joined.tokens % 16]
+    assert samples[-1]["labels"][joined.tokens % 16 :].eq(-100).all()
+    assert sum(joined.count_beginning(n) for n in range(len(joined))) == 6
 
 
 def test_a_file_of_tokens_is_read_in_place(tmp_path: Path) -> None:
@@ -347,7 +364,8 @@ def test_a_mixture_of_packs_is_weighted_by_tokens(tmp_path: Path) -> None:
         ("bin:a.bin=0.7,bin:b.bin", r"'bin:b.bin' has no weight above 0. Write each source"),
         ("bin:a.bin=0.7,bin:b.bin=-1", r"'bin:b.bin=-1' has no weight above 0"),
         ("a.jsonl=1,b.jsonl=nan", r"'b.jsonl=nan' has no weight"),
-        ("bin:a.bin=1,b.jsonl=1", r"mixes files of tokens \(bin:\) with documents"),
+        ("bin:a.bin=1,b.jsonl=1", r"mixes files of tokens \(bin:\), documents or streams"),
+        ("stream:a.jsonl=1,b.jsonl=1", r"mixes files of tokens \(bin:\), documents or streams"),
         ("a.jsonl=1,a.jsonl=2", r"names a source twice"),
     ],
 )

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
 import torch
-from plugins.lm.tests.directories import TEXTS, train_tokenizer, write_lines
+from plugins.lm.tests.directories import TEXTS, save_model, train_tokenizer, write_lines
 from pyarrow import parquet
 
 from paceline.core.errors import DataError, TaskError
+from paceline.data.audit import audit
 from paceline.data.stream import StreamLoader
+from paceline.runs.directory import RunDirectory
 from paceline_lm.document_stream import DocumentStream
 from paceline_lm.documents import pad_documents
 from paceline_lm.encoding import Encoder
+from paceline_lm.mixture import StreamMixture
 
 pytestmark = pytest.mark.matrix
 
@@ -30,7 +38,7 @@ def open_stream(place: object, pack: int | None = None, vocabulary: int = 320) -
     return DocumentStream(str(place), Encoder(TOKENIZER, 64), vocabulary, pack)
 
 
-def loader_of(stream: DocumentStream) -> StreamLoader:
+def loader_of(stream: Any) -> StreamLoader:
     return StreamLoader(
         stream,
         global_batch_size=12,
@@ -129,6 +137,49 @@ def test_packs_of_a_stream_have_each_document_once(tmp_path: Path) -> None:
         assert sorted(n for pack in packs for n in numbers(TOKENIZER.decode(pack["input_ids"]))) == list(range(400))
 
 
+def test_joined_documents_of_a_stream_have_each_token_once(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    stream = DocumentStream(f"{tmp_path}/web-*.jsonl", Encoder(TOKENIZER, sys.maxsize), 320, 64, concat=True)
+    every = [sum(len(d.tokens) for d in stream._encode(block)) for block in stream.blocks(1)]
+    orders = []
+    for epoch in range(2):
+        reader = stream.open(0, 1, epoch, seed=5)
+        samples = _rest(reader)
+        assert sum(int(sample["num_tokens"]) for sample in samples) == sum(every)
+        assert len(samples) < sum(every) / 64 + len(every)
+        assert reader.state_dict()["units"] == 400
+        orders.append(samples)
+    assert not torch.equal(orders[0][0]["input_ids"], orders[1][0]["input_ids"])
+
+
+def test_a_mixture_has_its_shares_and_every_pass_each_document_once(tmp_path: Path) -> None:
+    """Of four shards, also if a source has less parts than these; and a reader continues anywhere."""
+    write_lines(tmp_path / "web.jsonl", RECORDS)
+    few = [{"text": f"{TEXTS[n % 8]} Number {1000 + n}."} for n in range(30)]
+    parquet.write_table(pa.Table.from_pylist(few), tmp_path / "few.parquet", row_group_size=10)
+    sources = [open_stream(tmp_path / name) for name in ("web.jsonl", "few.parquet")]
+    mixture = StreamMixture(sources, [3, 1])
+    readers = [mixture.open(shard, 4, 0, 7) for shard in range(4)]
+    found: list[int] = []
+    lengths = [0, 0]
+    for item in range(400):
+        for shard in range(4):
+            if item == 150 + shard:
+                state = json.loads(json.dumps(readers[shard].state_dict()))
+                assert state["units"] == item
+                readers[shard] = StreamMixture(sources, [3, 1]).open(shard, 4, 0, 7)
+                readers[shard].load_state_dict(state)
+            sample = next(readers[shard])
+            found += numbers(TOKENIZER.decode(sample["input_ids"]))
+            lengths[found[-1] >= 1000] += len(sample["input_ids"])
+    assert lengths[0] / sum(lengths) == pytest.approx(0.75, abs=0.03)
+    times = np.bincount(found)
+    assert times[:400].min() >= 1  # in another order in each pass of a shard
+    assert times[1000:].max() - times[1000:].min() <= 12
+    again = [next(mixture.open(shard, 4, 0, 7)) for shard in range(4)]
+    assert [n for sample in again for n in numbers(TOKENIZER.decode(sample["input_ids"]))] == found[:4]
+
+
 def _rest(reader: Any) -> list[dict[str, torch.Tensor]]:
     samples = []
     while True:
@@ -142,6 +193,54 @@ def test_parquet_is_read_by_row_groups(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_pylist(RECORDS), tmp_path / "web.parquet", row_group_size=7)
     found = epoch_of(open_stream(tmp_path / "web.parquet"), 0, [0, 2, 6])
     assert sorted(n for step in found for each in step for n in each) == list(range(400))
+    parquet.write_table(pa.Table.from_pylist(RECORDS), tmp_path / "one.parquet")  # a row group, and six shards
+    stream = open_stream(tmp_path / "one.parquet")
+    shards = [_rest(stream.open(shard, 6, 0, 1)) for shard in range(6)]
+    assert all(shards)
+    words = [n for each in shards for sample in each for n in numbers(TOKENIZER.decode(sample["input_ids"]))]
+    assert sorted(words) == list(range(400))
+
+
+@pytest.mark.system
+@pytest.mark.slow
+def test_a_mixture_is_killed_on_two_processes_and_resumed_on_three(run_processes: Any, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "llama")
+    write_files(tmp_path)
+    write_lines(tmp_path / "code.jsonl", RECORDS[::-7])
+    data = f"stream:{tmp_path}/web-*.jsonl=0.7,stream:{tmp_path}/code.jsonl=0.3"
+    options = (
+        *("train", f"hf:{model}", "--data", data, "--pack", "64", "--tokens", "20K", "--microbatches", "6"),
+        *("--global-batch-size", "12", "--threads", "1", "--log-every", "1", "--set", "lr=0.01", "--lora", "rank=2"),
+    )
+    alone = run_processes.paceline(*options, "--run-dir", "one", timeout_s=200)
+    assert alone.returncode == 0, alone.stderr
+    command = [sys.executable, "-m", "paceline", *options, "--run-dir", "killed", "--nproc", "2"]
+    popen = run_processes.start([*command, "--checkpoint-every", "1steps", "--max-restarts", "0"])
+    while popen.poll() is None and len(list((tmp_path / "killed" / "checkpoints").glob("step*"))) < 2:
+        time.sleep(0.02)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in (*psutil.Process(popen.pid).children(recursive=True), psutil.Process(popen.pid)):
+            process.kill()
+    run_processes.finish(popen, timeout_s=60)
+    assert not (tmp_path / "killed" / "result.json").exists()
+    audited = audit(RunDirectory(tmp_path / "killed"))
+    so_far = audited.units["documents"]
+    assert f"{so_far} documents, each at most once in a pass" in audited.verdict
+    done = run_processes.paceline("resume", "killed", "--nproc", "3", "--quiet", timeout_s=200)
+    assert done.returncode == 0, done.stderr
+    one, killed = (RunDirectory(tmp_path / name) for name in ("one", "killed"))
+    results = [run.read_result() or {} for run in (one, killed)]
+    assert results[0]["model_sha256"] == results[1]["model_sha256"]
+    audits = [audit(run) for run in (one, killed)]
+    assert all(each.clean for each in audits)
+    assert audits[0].units == audits[1].units
+    assert audits[1].units["documents"] > so_far > 0
+    assert 1 <= results[0]["steps"] / (20_000 / 64 / 12) < 1.3  # packs are not full
+    records = [json.loads(line) for line in (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()]
+    logged = records[-1]["logged"]
+    assert 0 < logged["padding"] < 0.5
+    assert 0 < logged["mfu"] < 1
+    assert logged["tokens_per_s"] > 0
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 1000])
@@ -164,5 +263,12 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     bad.write_text('{"text": "He sees."}\nnothing\n')
     with pytest.raises(DataError, match=r"bad.jsonl, the line at byte 21: this is not JSON"):
         epoch_of(open_stream(bad), 0, [0, 6])
+    (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(TaskError, match=r"a.jsonl.gz is compressed, and cannot be read in parts"):
+        open_stream(tmp_path / "a*")
+    shorter = open_stream(write_lines(tmp_path / "c.jsonl", RECORDS))
+    (tmp_path / "c.jsonl").write_bytes((tmp_path / "c.jsonl").read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"c.jsonl has become shorter"):
+        epoch_of(shorter, 0, [0, 6])
     with pytest.raises(DataError, match=r"at byte 0: the tokenizer has token \d+, and the model's vocabulary 5 tokens"):
         epoch_of(open_stream(bad, vocabulary=5), 0, [0, 6])

@@ -111,3 +111,20 @@ def test_another_base_is_refused_and_a_missing_one_named(files: Path, tmp_path: 
     fork_run(RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "fork"), {}, options={"max_steps": 2})
     with pytest.raises(paceline.TaskError, match=message):
         fit(tmp_path / "own", tmp_path / "fork")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_flops_are_those_of_what_is_trained(kind: str) -> None:
+    adapted, frozen, whole = (build_tiny(kind, 320) for _ in range(3))
+    inject_adapters(adapted, Lora(rank=2, alpha=4, dropout=0.0, targets=(), quantize=None))
+    for parameter in list(frozen.parameters())[:-8]:
+        parameter.requires_grad_(False)
+    words = torch.zeros(1, 16, dtype=torch.int64)
+    counts = []
+    for model in (adapted, frozen, whole):
+        model.set_attn_implementation("eager")
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=words, labels=words, use_cache=False).loss.backward()
+        counts.append(count_flops(model.config, 16, model) * 16)
+        assert counts[-1] == counter.get_total_flops()
+    assert counts[1] < counts[0] < counts[2]

@@ -264,6 +264,7 @@ TASK_PREFIXES: Mapping[str, TaskPrefix] = {
             ),
             "val_data": ("PLACE", "Validation data, in the same forms."),
             "pack": ("TOKENS", "Fill samples of this length with documents, which do not see each other."),
+            "concat": ("", "Fill them with documents one after another, which are cut where a sample ends."),
             "context": ("TOKENS", "The most tokens of a document. Default: of a pack, or of the model's positions."),
             "tokens": ("NUMBER", "The tokens to train on, such as 20B, in place of --epochs."),
             "from_scratch": ("", "Initialise the weights: MODEL needs only its configuration."),

@@ -341,7 +341,8 @@ class AuditReport:
         result_steps: the number of steps in ``result.json``, or None.
         checksums_compared: False for a stream, whose sample numbers cannot be recomputed.
         is_weighted: the task's weights drew the samples; the counts are of draws, not of different samples.
-        units: what all samples of an epoch together contain once, as the dataset declares it, such as documents.
+        units: what all samples of an epoch together contain once, as the dataset declares it, such as documents; of a
+            stream, what those of the committed steps hold.
     """
 
     epochs: tuple[EpochAudit, ...]
@@ -384,11 +385,13 @@ class AuditReport:
             return f"Not clean: {'; '.join(shown)}."
         if not self.epochs:
             return "Clean, but empty: no step has been committed yet."
+        units = ", ".join(f"{count:,} {unit}" for unit, count in self.units.items())
         if not self.checksums_compared:
+            hold = f" They hold {units}, each at most once in a pass over their source." if units else ""
             return (
                 f"Clean: {sum(epoch.once for epoch in self.epochs):,} samples were taken from this stream, and its "
-                f"{self.steps:,} steps follow each other without a gap or an overlap. Which samples these were, and "
-                "whether they are all, was not checked: a stream's samples have no numbers."
+                f"{self.steps:,} steps follow each other without a gap or an overlap.{hold} Which samples these were, "
+                "and whether they are all, was not checked: a stream's samples have no numbers."
             )
         last = self.epochs[-1]
         whole = len(self.epochs) - (1 if last.not_yet else 0)
@@ -396,8 +399,8 @@ class AuditReport:
         parts = [f"every {what} of {whole} epoch{'s' if whole > 1 else ''}"] if whole else []
         if last.not_yet:
             parts.append(f"{last.once:,} of the {last.num_samples:,} {what}s of epoch {last.epoch}")
-        units = ", ".join(f"{count:,} {unit}" for unit, count in self.units.items()) if whole else ""
-        each = f" Together they are {units}, each once an epoch." if units else ""
+        together = "Together they" if whole else "The samples of an epoch"
+        each = f" {together} are {units}, each once an epoch." if units else ""
         return f"Clean{' so far' if last.not_yet else ''}: {' and '.join(parts)} {done} exactly once.{each}"
 
     def to_json(self) -> dict[str, Any]:
@@ -419,10 +422,11 @@ def audit(run: RunDirectory) -> AuditReport:
     restore = cache(lambda order: restore_order(order, run))
     order = restore(ledger.order)
     lineage = _LineageAuditor(lambda entry: restore(ledger.order_of(entry)))
-    recomputed_steps = recomputed_samples = 0
+    recomputed_steps = recomputed_samples = counted = 0
     for entry, final in ledger.entries():
         if final:
             lineage.add(entry)
+            counted += entry.checksum
         else:
             recomputed_steps += 1
             recomputed_samples += entry.stop - entry.start
@@ -436,7 +440,7 @@ def audit(run: RunDirectory) -> AuditReport:
         result_steps=result_steps,
         checksums_compared=order is not None,
         is_weighted=order is not None and order.is_weighted,
-        units=units,
+        units=units if order is not None else dict.fromkeys(units, counted),
     )
 
 

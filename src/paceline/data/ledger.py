@@ -36,7 +36,8 @@ from paceline.data.order import DeterministicSampler
 # v: state version after the step; e: epoch; t: step in the epoch; a, b: its positions [a, b) in the
 # epoch, but for a stream in the whole run, because the length of its epochs is unknown; w: the world size if the
 # micro-batches are split evenly, else the list of each rank's first micro-batch; c: the sum over the step's
-# micro-batches of the CRC-32 of the fetched sample numbers (little-endian int64).
+# micro-batches of the CRC-32 of the fetched sample numbers (little-endian int64), but for a stream the number of
+# documents, or what else it counts, in its samples.
 #
 # A generation continues from a state of an earlier one. Later steps of the earlier one are not in the model, because
 # they were recomputed. The remaining steps are the final lineage.

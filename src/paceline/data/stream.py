@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import random
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -44,8 +44,8 @@ _MOST_TURNS = 4
 _MOST_AHEAD = 64
 """Samples of a whole stream that are read at a time."""
 
-_FORGETFUL = "BufferShuffledExamplesIterable"
-"""The shuffle buffer of Hugging Face's streams, which their saved state leaves out."""
+_FORGETFUL, _THREADED = "BufferShuffledExamplesIterable", "InterleavedShardsExamplesIterable"
+"""Parts of Hugging Face's streams: the shuffle buffer, which is not in their state, and what it reads in threads."""
 
 
 class StreamReader(Protocol):
@@ -56,7 +56,11 @@ class StreamReader(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, as JSON types, from which :meth:`load_state_dict` of a new reader continues."""
+        """Return the position, as JSON types, from which :meth:`load_state_dict` of a new reader continues.
+
+        ``units``, if it is in it, counts what the samples so far hold: the stream has an attribute of that name, such
+        as ``units = {"documents": 0}``, and ``paceline audit`` names their number.
+        """
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -100,15 +104,20 @@ class IterableShards:
         return _EveryNth(shared, shard)
 
 
+def _contains(dataset: Any, kind: str) -> bool:
+    """Return whether a stream of ``datasets`` has a part of a class."""
+    inner = [getattr(dataset, name, None) for name in ("_ex_iterable", "ex_iterable")]
+    inner += getattr(dataset, "ex_iterables", None) or []
+    return type(dataset).__name__ == kind or any(_contains(each, kind) for each in inner if each is not None)
+
+
+def _rng_states() -> tuple[Any, ...]:
+    return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+
+
 def _copy_with_state(dataset: Any) -> Any:
     """Return a copy of a dataset, so that its state is that of one iteration; None if it has no exact state."""
-
-    def forgets(part: Any) -> bool:
-        inner = [getattr(part, name, None) for name in ("_ex_iterable", "ex_iterable")]
-        inner += getattr(part, "ex_iterables", None) or []
-        return type(part).__name__ == _FORGETFUL or any(forgets(each) for each in inner if each is not None)
-
-    if not _has_state(dataset) or forgets(dataset):
+    if not _has_state(dataset) or _contains(dataset, _FORGETFUL):
         return None
     try:
         return copy.deepcopy(dataset)
@@ -129,6 +138,7 @@ class _Iteration:
         self._last, self._taken = -1, 0
         self._slower: _Iteration | None = None
         self._stateful = _copy_with_state(dataset)
+        self._has_threads = _contains(dataset, _THREADED)
         self._items: Iterator[Any] | None = None
         self._saved: list[_SavedState] = []
 
@@ -179,7 +189,13 @@ class _Iteration:
         while not reader.items:
             index = self._drawn
             seed_everything(derive_key(self.key, index))
+            before = _rng_states() if self._has_threads else None
             item = next(self._items)
+            if before is not None and _rng_states() != before:
+                raise DataError(
+                    "datasets computes in threads what is before shuffle(buffer_size=...), and that draws random "
+                    "numbers, so each run would have others. Call map(...) after shuffle(...)."
+                )
             self._drawn = index + 1
             owner = self._readers.get(index % self.num_shards)
             if owner is not None and index >= owner.index:
@@ -348,14 +364,13 @@ class StreamLoader:
                 shard = self._shards[k]
                 # The step is fetched again if it is not committed.
                 self._known[k] = shard.position()
-                first, samples = shard.handed_out, shard.ahead
+                first, samples, units = shard.handed_out, shard.ahead, shard.state.get("units", 0)
                 if not samples:
                     shard.step += 1
                     continue
                 self._advance(k, shard)
-                numbers = np.array([k, first, len(samples)], dtype="<i8")
                 batch = to_device(self._collate_samples(k, first, samples), self._device)
-                micro_batches.append(MicroBatch(k, batch, len(samples), zlib.crc32(numbers.tobytes())))
+                micro_batches.append(MicroBatch(k, batch, len(samples), shard.state.get("units", 0) - units))
         return micro_batches
 
     def exhausted(self, microbatches: range) -> bool:

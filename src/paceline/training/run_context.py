@@ -115,7 +115,10 @@ def set_up_data(config: ResolvedConfig, task: Task, manifest: Mapping[str, Any] 
                 "--pp-schedule pipedream reads one step ahead, which a stream cannot without knowing that "
                 "there is one. Use --pp-schedule 1f1b."
             )
-        return DataSetup(train, stream, None, None, val, config.training.max_steps)
+        steps, samples = config.training.max_steps, getattr(train, "run_samples", None)
+        if steps is None and samples is not None:
+            steps = -(-samples * (config.training.epochs or 1) // config.global_batch_size)
+        return DataSetup(train, stream, None, None, val, steps)
     if not callable(getattr(train, "__len__", None)):
         raise DataError(
             f"the train dataset ({type(train).__name__}) has no length and is not an IterableDataset. "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -15,13 +16,14 @@ from paceline.data.order import derive_key
 from paceline_lm.document_stream import DocumentStream
 from paceline_lm.documents import Documents, read_documents, require_fast
 from paceline_lm.encoding import Encoder
-from paceline_lm.mixture import Mixture
-from paceline_lm.packing import PackedDocuments
+from paceline_lm.mixture import Mixture, StreamMixture
+from paceline_lm.packing import ConcatenatedDocuments, PackedDocuments
 from paceline_lm.sources import Source, parse_sources
 from paceline_lm.token_file import TokenFile
 from paceline_lm.token_loss import IGNORED
 
-Data = Documents | PackedDocuments | TokenFile | Mixture | DocumentStream
+Packs = PackedDocuments | ConcatenatedDocuments
+Data = Documents | Packs | TokenFile | Mixture | DocumentStream | StreamMixture
 
 _SHOWN = 1000
 """Characters of the document that is shown."""
@@ -36,7 +38,8 @@ class DataBuilder:
         vocabulary: tokens of the model.
         context: most tokens of a document, and tokens of a sample of ``bin:``.
         pack: tokens of a pack; None: documents are samples.
-        tokens: of an epoch; None: as many as the data has.
+        concat: documents are joined and cut into packs.
+        tokens: of an epoch, or of a run on a stream; None: as many as the data has.
         tokenizer: returns the model's tokenizer, which documents need.
         digests: of what was built, by source.
         summary: a line for each source, and the first document.
@@ -46,6 +49,7 @@ class DataBuilder:
     vocabulary: int
     context: int
     pack: int | None
+    concat: bool
     tokens: int | None
     tokenizer: Callable[[], PreTrainedTokenizerBase]
     digests: dict[str, str] = field(default_factory=dict)
@@ -63,7 +67,7 @@ class DataBuilder:
         """
         sources = parse_sources(value, self.option)
         if sources[0].is_stream and self.option == "--data":  # what is evaluated is encoded once
-            return self._open_stream(sources[0])
+            return self._open_streams(sources)
         if len(sources) == 1 and self.tokens is None:
             return self._read(sources[0], key, is_first=True)
         parts = [self._read(each, derive_key(key, n), is_first=n == 0) for n, each in enumerate(sources)]
@@ -78,21 +82,37 @@ class DataBuilder:
         )
         return mixture
 
-    def _open_stream(self, source: Source) -> DocumentStream:
+    def _open_streams(self, sources: Sequence[Source]) -> DocumentStream | StreamMixture:
+        streams = []
+        for source in sources:
+            if is_address(source.place):
+                check_location(source.place, self.option)
+            stream = DocumentStream(source.place, self._encoder(), self.vocabulary, self.pack, concat=self.concat)
+            self.digests[str(source)] = stream.digest
+            self.summary.append(stream.summary)
+            streams.append(stream)
+        if first := streams[0].first_documents:
+            self.summary.append(_show_first(first[0].tokens, first[0].labelled, self.tokenizer()))
+        data: DocumentStream | StreamMixture = streams[0]
+        if len(streams) > 1:
+            data = StreamMixture(streams, [source.weight or 1.0 for source in sources])
+            counts = zip(sources, data.counts, strict=True)
+            described = ", ".join(f"{source.name} {count / sum(data.counts):.1%}" for source, count in counts)
+            self.summary.append(f"a mixture without an end; of the samples: {described}")
         if self.tokens is not None:
-            raise TaskError("--tokens needs data of a known length, which a stream has not: give --max-steps.")
-        if is_address(source.place):
-            check_location(source.place, self.option)
+            data.run_samples = math.ceil(self.tokens / data.mean_tokens)
+            self.summary.append(
+                f"{self.tokens:,} tokens are {data.run_samples:,} samples, if all have as many as the first ones, "
+                f"{data.mean_tokens:,.1f} on average"
+            )
+        return data
+
+    def _encoder(self) -> Encoder:
         tokenizer = self.tokenizer()
         require_fast(tokenizer)
-        stream = DocumentStream(source.place, Encoder(tokenizer, self.context), self.vocabulary, self.pack)
-        self.digests[str(source)] = stream.digest
-        self.summary.append(stream.summary)
-        if (first := stream.first_document()) is not None:
-            self.summary.append(_show_first(first.tokens, first.labelled, tokenizer))
-        return stream
+        return Encoder(tokenizer, self.context)
 
-    def _read(self, source: Source, key: int, *, is_first: bool) -> Documents | PackedDocuments | TokenFile:
+    def _read(self, source: Source, key: int, *, is_first: bool) -> Documents | Packs | TokenFile:
         files = source.files(self.option)
         many = f" ({len(files)} files)" if len(files) > 1 else ""
         if source.is_tokens:
@@ -112,7 +132,13 @@ class DataBuilder:
                 f"vocabulary {self.vocabulary} tokens. Give a model and its own tokenizer."
             )
         self.digests[str(source)] = documents.digest
-        data = documents if self.pack is None else PackedDocuments(documents, self.pack, key)
+        data: Documents | Packs = documents
+        if self.pack is not None:
+            data = (
+                ConcatenatedDocuments(documents, self.pack)
+                if self.concat
+                else PackedDocuments(documents, self.pack, key)
+            )
         self.summary.append(_describe(f"{source.name}{many}", data, documents))
         if is_first and self.option == "--data":
             first = documents[0]
@@ -121,7 +147,7 @@ class DataBuilder:
         return data
 
 
-def _describe(name: str, data: Documents | PackedDocuments, documents: Documents) -> str:
+def _describe(name: str, data: Documents | Packs, documents: Documents) -> str:
     """Describe documents in a line."""
     tokens, counts = documents.tokens, documents.counts
     parts = [f"{name}: {len(documents):,} documents, {tokens:,} tokens, {counts['labels'] / tokens:.0%} labels"]
@@ -132,7 +158,7 @@ def _describe(name: str, data: Documents | PackedDocuments, documents: Documents
     if counts["cut"]:
         lost = counts["tokens_cut"] / (tokens + counts["tokens_cut"])
         parts.append(f"{counts['cut']:,} are cut after --context tokens, which leaves out {lost:.0%} of all tokens")
-    if isinstance(data, PackedDocuments):
+    if isinstance(data, Packs):
         parts.append(f"{len(data):,} packs, {data.fill:.1%} full")
     if counts["endless"]:
         parts.append(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock, Thread
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from paceline.core.errors import DataError, TaskError
 from paceline.data.order import Permutation, derive_key
 from paceline_lm.documents import MARK, parse_line, rows_of
 from paceline_lm.encoding import Encoded, Encoder
-from paceline_lm.packing import PackedDocuments
+from paceline_lm.packing import ConcatenatedDocuments, PackedDocuments
 from paceline_lm.token_loss import IGNORED
 
 _BLOCKS, _SAMPLES, _PACKS = 31, 32, 33  # domains of the keys
@@ -28,19 +30,27 @@ _LEAST_BLOCKS = 16
 """Of each shard, so that all end at about the same step."""
 _LINE_BYTES = 64
 """The least to read beyond a block for the end of its last line."""
+_FIRST_BYTES, _FIRST_DOCUMENTS = 2**16, 256
+"""What is encoded at the start, at most, to know about how long documents are."""
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5")
+
+Sample = tuple[dict[str, torch.Tensor], int]
+"""A sample, and how many documents begin in it."""
 
 
 class DocumentBlock(NamedTuple):
-    """Documents that are read together: lines of JSONL that begin in a range of bytes, or a row group of Parquet.
+    """Documents that are read together: lines of JSONL that begin in a range of bytes, or rows of Parquet.
 
     Attributes:
         stop: after its last byte; None for Parquet, where ``start`` is the number of the row group.
+        part: its rows k, k + n, k + 2 n, ... as (k, n).
     """
 
     file: str
     start: int
     stop: int | None
+    part: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -74,19 +84,28 @@ class DocumentStream:
         encoder: of documents.
         vocabulary: tokens are below.
         pack: tokens of a pack; None: documents are samples.
+        concat: join the documents of a block and cut them into packs, in place of packing whole ones.
 
     Attributes:
         digest: of the files' names, sizes and versions.
+        units: what the audit counts.
+        run_samples: to train on, if that is known.
 
     Raises:
         TaskError: there is no such file, or the store does not give it.
     """
 
-    def __init__(self, place: str, encoder: Encoder, vocabulary: int, pack: int | None) -> None:
+    units: ClassVar[Mapping[str, int]] = {"documents": 0}
+    run_samples: int | None = None
+
+    def __init__(
+        self, place: str, encoder: Encoder, vocabulary: int, pack: int | None, *, concat: bool = False
+    ) -> None:
         self.name = f"--data stream:{place}"
         self._encoder = encoder
         self._vocabulary = vocabulary
         self._pack = pack
+        self._concat = concat
         self._encoding = Lock()  # a tokenizer fails in several threads
         try:
             self._store, pattern = url_to_fs(place)
@@ -98,6 +117,11 @@ class DocumentStream:
         if not sum(self._sizes.values()):
             raise TaskError(
                 f"{self.name}: there is no file, or it is empty. Give a file or a pattern, such as *.jsonl."
+            )
+        if compressed := [file for file in self._sizes if file.endswith(_COMPRESSED)]:
+            raise TaskError(
+                f"{self.name}: {compressed[0]} is compressed, and cannot be read in parts. Decompress it, or write "
+                "Parquet, which compresses its columns."
             )
         known = [
             [info["name"], info["size"], next((info[key] for key in _VERSIONS if key in info), None)] for info in infos
@@ -121,24 +145,38 @@ class DocumentStream:
         """Return all blocks."""
         lines = {file: size for file, size in self._sizes.items() if file not in self._row_groups}
         length = max(1, min(_BLOCK_BYTES, sum(lines.values()) // (_LEAST_BLOCKS * num_shards)))
+        groups = [(file, n) for file, count in self._row_groups.items() for n in range(count)]
+        # Each part of a row group reads all of it, so there are no more than shards need.
+        parts = 1 if lines or not groups else -(-num_shards // len(groups))
         return [
             *(
                 DocumentBlock(file, n, min(n + length, size))
                 for file, size in lines.items()
                 for n in range(0, size, length)
             ),
-            *(DocumentBlock(file, n, None) for file, count in self._row_groups.items() for n in range(count)),
+            *(DocumentBlock(*group, None, (part, parts)) for group in groups for part in range(parts)),
         ]
 
-    def first_document(self) -> Encoded | None:
-        """Return the first document, or None if it has no label."""
-        file = min(self._sizes)
-        block = DocumentBlock(file, 0, None if file in self._row_groups else 1)
-        return next(iter(self._encode(block)), None)
+    @cached_property
+    def first_documents(self) -> list[Encoded]:
+        """Some documents with labels, from the beginning of the first file that is not empty."""
+        file = min(file for file, size in self._sizes.items() if size)
+        block = DocumentBlock(file, 0, None if file in self._row_groups else min(_FIRST_BYTES, self._sizes[file]))
+        return list(itertools.islice(self._encode(block), _FIRST_DOCUMENTS))
 
-    def begin(self, number: int, block: DocumentBlock, epoch: int, seed: int) -> Future[list[dict[str, torch.Tensor]]]:
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of a sample without padding, on average over the first documents."""
+        first = _EncodedBlock(self.first_documents)
+        if self._pack is not None and (self._concat or not first.documents):
+            return self._pack
+        if self._pack is not None:
+            return self._pack * PackedDocuments(first, self._pack, 0).fill
+        return float(first.lengths.mean()) if first.documents else 1.0
+
+    def begin(self, number: int, block: DocumentBlock, epoch: int, seed: int) -> Future[list[Sample]]:
         """Begin to read the samples of a block, in the order of an epoch."""
-        future = Future[list[dict[str, torch.Tensor]]]()
+        future = Future[list[Sample]]()
 
         def read() -> None:
             try:
@@ -149,15 +187,19 @@ class DocumentStream:
         Thread(target=read, daemon=True).start()
         return future
 
-    def _samples(self, number: int, block: DocumentBlock, epoch: int, seed: int) -> list[dict[str, torch.Tensor]]:
-        documents = _EncodedBlock(list(self._encode(block)))
+    def _samples(self, number: int, block: DocumentBlock, epoch: int, seed: int) -> list[Sample]:
         key = derive_key(seed, _SAMPLES, number, epoch)
+        documents = _EncodedBlock(list(self._encode(block)))
         if not documents:
             return []
         if self._pack is None:
-            return [documents[n] for n in Permutation(len(documents), key)(np.arange(len(documents)))]
+            return [(documents[n], 1) for n in _permuted(len(documents), key)]
+        if self._concat:
+            joined = _EncodedBlock([documents.documents[n] for n in _permuted(len(documents), key)])
+            parts = ConcatenatedDocuments(joined, self._pack)
+            return [(parts[n], parts.count_beginning(n)) for n in _permuted(len(parts), key)]
         packs = PackedDocuments(documents, self._pack, derive_key(seed, _PACKS, number))
-        return [packs.read(int(n), epoch) for n in Permutation(len(packs), key)(np.arange(len(packs)))]
+        return [(packs.read(n, epoch), len(packs.numbers(n, epoch))) for n in _permuted(len(packs), key)]
 
     def _encode(self, block: DocumentBlock) -> Iterator[Encoded]:
         """Yield the documents of a block that have labels.
@@ -184,7 +226,9 @@ class DocumentStream:
         try:
             if block.stop is None:
                 with self._store.open(block.file, "rb") as file:
-                    for number, row in enumerate(rows_of(file, block.start)):
+                    for number, row in itertools.islice(
+                        enumerate(rows_of(file, block.start)), block.part[0], None, block.part[1]
+                    ):
                         yield f"{block.file}, row group {block.start}, row {number}", row
                 return
             position, content = self._read_lines(block)
@@ -201,17 +245,23 @@ class DocumentStream:
         """Return the lines that begin in a block, and where the first of them begins."""
         assert block.stop is not None
         size, first = self._sizes[block.file], max(0, block.start - 1)
-        content = bytes(self._store.cat_file(block.file, start=first, end=block.stop))
+        content = self._read(block.file, first, block.stop)
         skipped = content.find(b"\n") + 1 if block.start else 0
         if block.start and not skipped:  # no line begins here
             return block.stop, b""
         end, more = block.stop, max(_LINE_BYTES, (block.stop - block.start) // 16)
         while end < size and not content.endswith(b"\n") and b"\n" not in content[block.stop - first :]:
-            content += bytes(self._store.cat_file(block.file, start=end, end=min(size, end + more)))
+            content += self._read(block.file, end, min(size, end + more))
             end, more = end + more, 2 * more
         if end > block.stop:
             content = content[: content.find(b"\n", block.stop - first) + 1 or len(content)]
         return first + skipped, content[skipped:]
+
+    def _read(self, file: str, start: int, stop: int) -> bytes:
+        content = bytes(self._store.cat_file(file, start=start, end=stop))
+        if len(content) != stop - start:
+            raise DataError(f"{self.name}: {file} has become shorter since the start: restore it, then resume.")
+        return content
 
     def _count_row_groups(self, path: str) -> int:
         try:
@@ -225,6 +275,11 @@ class DocumentStream:
             raise TaskError(f"{self.name}: {path} cannot be read as Parquet: {error}") from error
 
 
+def _permuted(number: int, key: int) -> list[int]:
+    order: list[int] = Permutation(number, key)(np.arange(number)).tolist()
+    return order
+
+
 class DocumentReader:
     """Reads the blocks of a shard, in their order; the next one is read meanwhile."""
 
@@ -235,8 +290,9 @@ class DocumentReader:
         self._seed = seed
         self._block = 0
         self._sample = 0
-        self._samples: list[dict[str, torch.Tensor]] | None = None
-        self._next: Future[list[dict[str, torch.Tensor]]] | None = None
+        self._documents = 0
+        self._samples: list[Sample] | None = None
+        self._next: Future[list[Sample]] | None = None
 
     def __next__(self) -> dict[str, torch.Tensor]:
         while True:
@@ -247,17 +303,19 @@ class DocumentReader:
                 self._next = self._begin(self._block + 1)
                 self._samples = reading.result()
             if self._sample < len(self._samples):
+                sample, documents = self._samples[self._sample]
                 self._sample += 1
-                return self._samples[self._sample - 1]
+                self._documents += documents
+                return sample
             self._block, self._sample, self._samples = self._block + 1, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"block": self._block, "sample": self._sample}
+        return {"block": self._block, "sample": self._sample, "units": self._documents}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._block, self._sample = state["block"], state["sample"]
+        self._block, self._sample, self._documents = state["block"], state["sample"], state.get("units", 0)
 
-    def _begin(self, place: int) -> Future[list[dict[str, torch.Tensor]]] | None:
+    def _begin(self, place: int) -> Future[list[Sample]] | None:
         if place >= len(self._blocks):
             return None
         return self._stream.begin(*self._blocks[place], self._epoch, self._seed)

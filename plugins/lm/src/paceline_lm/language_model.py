@@ -6,11 +6,12 @@ import hashlib
 import logging
 import re
 import socket
+import sys
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,15 +31,15 @@ from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 from paceline.core.errors import TaskError
-from paceline.core.task import Callback, Defaults, RankInfo, RunSchedule
-from paceline.runs.monitor import Monitor
+from paceline.core.task import Callback, Defaults, Loss, RankInfo, RunSchedule
 from paceline.torch_internals import FakeTensor
 from paceline_lm.data import Data, DataBuilder
 from paceline_lm.document_stream import DocumentStream
 from paceline_lm.documents import Documents, pad_documents
 from paceline_lm.eval_samples import log_samples, read_prompts
+from paceline_lm.mixture import StreamMixture
 from paceline_lm.sources import parse_sources, parse_tokens
-from paceline_lm.throughput import count_flops, find_peak
+from paceline_lm.throughput import Rates, TokenCount, count_flops
 from paceline_lm.transformers import Collator, TransformersTask, inside_of
 
 _log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class LanguageModel(TransformersTask):
             trains (:class:`~paceline_lm.document_stream.DocumentStream`).
         val_data: the validation data, in the same forms.
         pack: tokens of a sample, which holds as many documents as fit; None: a sample is a document.
+        concat: a pack holds documents one after another, which are cut where it ends, and see those before them.
         context: most tokens of a document, which is cut there, and the tokens of a sample of ``bin:FILE``. None: as
             many as a pack, or else the model, has positions.
         tokens: to train on, such as ``20B``: the length of the run, in place of epochs.
@@ -70,13 +72,16 @@ class LanguageModel(TransformersTask):
     data: str = ""
     val_data: str = ""
     pack: int | None = None
+    concat: bool = False
     context: int | None = None
     tokens: int | str | None = None
     from_scratch: bool = False
     eval_samples: str = ""
     _digests: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _summary: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _length: int | None = field(default=None, init=False, repr=False, compare=False)
+    _mean_tokens: float | None = field(default=None, init=False, repr=False, compare=False)
+    _has_end: bool = field(default=True, init=False, repr=False, compare=False)
+    _counted: TokenCount = field(default_factory=TokenCount, init=False, repr=False, compare=False)
     _is_pretrained: bool = field(default=False, init=False, repr=False, compare=False)
     _base: dict[str, str] | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -91,6 +96,8 @@ class LanguageModel(TransformersTask):
             self.model = str(Path(self.model).absolute())
         if self.eval_samples:
             self.eval_samples = str(Path(self.eval_samples).absolute())
+        if self.concat and (not self.pack or self.context):
+            raise TaskError("--concat needs --pack, the length of the samples, and no --context.")
         self.tokens = None if self.tokens is None else parse_tokens(self.tokens)
         self.data = ",".join(map(str, parse_sources(self.data, "--data"))) if self.data else ""
         self.val_data = ",".join(map(str, parse_sources(self.val_data, "--val-data"))) if self.val_data else ""
@@ -172,8 +179,9 @@ class LanguageModel(TransformersTask):
         builder = DataBuilder(
             option="--data" if split == "train" else "--val-data",
             vocabulary=config.vocab_size,
-            context=context,
+            context=sys.maxsize if self.concat else context,
             pack=self.pack,
+            concat=self.concat,
             tokens=parse_tokens(self.tokens) if self.tokens and split == "train" else None,
             tokenizer=self.build_tokenizer,
         )
@@ -181,9 +189,12 @@ class LanguageModel(TransformersTask):
         data = builder.build(name, torch.initial_seed())
         self._digests |= builder.digests
         self._summary[split] = "\n".join(builder.summary)
-        if split == "train" and not isinstance(data, DocumentStream):
-            tokens = data.tokens / len(data)
-            self._length = self.pack or (round(tokens) if isinstance(data, Documents) else context)
+        if split == "train":
+            if isinstance(data, DocumentStream | StreamMixture):
+                self._mean_tokens = data.mean_tokens
+            else:
+                self._mean_tokens = data.tokens / len(data)
+            self._has_end = not isinstance(data, StreamMixture)
         return data
 
     def build_planned_dataset(self) -> Data | list[dict[str, torch.Tensor]] | None:
@@ -202,18 +213,29 @@ class LanguageModel(TransformersTask):
     def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
         if self.tokens and schedule.epochs not in (None, 1):
             raise TaskError("--tokens is the length of the run: leave --epochs out, and --max-steps beyond it.")
+        if not self._has_end and schedule.total_steps is None:
+            raise TaskError("a mixture of streams has no end: give --tokens or --max-steps.")
         shown = "\n".join(self._summary[split] for split in ("train", "val") if split in self._summary)
         inner = super().build_callback(model, schedule)
-        frozen = any(not parameter.requires_grad for parameter in model.parameters())
-        length = None if frozen else self._length
+        rates = None
+        if self._mean_tokens is not None:
+            length = self.pack or max(1, round(self._mean_tokens))
+            # Counted once, and not for each group of ranks, which a lost one may wait for.
+            flops = cache(partial(count_flops, self.build_config(), length, inside_of(self, model)))
+            rates = Rates(self._mean_tokens, flops, self._counted)
         if not self.eval_samples:
-            return _Report(inner, shown, self.build_config(), length)
+            return _Report(inner, shown, rates)
         prompts, tokenizer = read_prompts(Path(self.eval_samples)), self.build_tokenizer()
 
         def log(module: nn.Module) -> None:
             log_samples(module, inside_of(self, module), tokenizer, prompts)
 
-        return _ReportWithSamples(inner, shown, self.build_config(), length, log, model)
+        return _ReportWithSamples(inner, shown, rates, log, model)
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Loss:
+        if torch.is_grad_enabled():
+            self._counted.add(batch)
+        return super().loss(model, batch)
 
     def state_dict(self) -> dict[str, Any]:
         return {"digests": dict(self._digests)} if self._digests else {}
@@ -270,36 +292,27 @@ _NEEDS_CODE = (
 
 
 class _Report(Callback):
-    """Prints the data, and a document with its labels, at a run's start, and has FLOPs and MFU logged.
+    """Prints the data, and a document with its labels, at a run's start, and has rates and the padding logged.
 
     Its other hooks are those of another callback.
 
     Args:
-        length: tokens of a sample; None: FLOPs are not counted.
+        rates: those that are logged; None without training data.
     """
 
-    def __init__(self, inner: Callback, summary: str, config: PreTrainedConfig, length: int | None) -> None:
+    def __init__(self, inner: Callback, summary: str, rates: Rates | None) -> None:
         self._inner = inner
         self._summary = summary
-        self._config = config
-        self._length = length
+        self._rates = rates
 
     def attach(self, group: RankInfo, *, step: int, epoch: int) -> None:
         if group.rank == 0 and step == 0 and self._summary:
             _log.info("%s", self._summary)
-        monitor = Monitor.current
-        if group.rank != 0 or monitor is None or not self._length or "tokens_per_s" not in monitor.per_sample:
-            return
-        flops = monitor.per_sample["tokens_per_s"] * self._flops_of_token
-        monitor.per_sample["tflops_per_s"] = flops / 1e12
-        if peak := find_peak(group.device):
-            monitor.per_sample["mfu"] = flops / (peak * group.world_size)
+        if self._rates is not None and group.trains:
+            self._rates.attach(group)
 
-    @cached_property
-    def _flops_of_token(self) -> float:
-        """Counted once, and not for each group of ranks, which a lost one may wait for."""
-        assert self._length is not None
-        return count_flops(self._config, self._length)
+    def on_gradients_reduced(self, *, due: bool) -> Mapping[str, float]:
+        return self._rates.measure() if due and self._rates is not None else {}
 
     def on_eval_end(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
         return self._inner.on_eval_end(split, metrics)
@@ -317,12 +330,11 @@ class _ReportWithSamples(_Report):
         self,
         inner: Callback,
         summary: str,
-        config: PreTrainedConfig,
-        length: int | None,
+        rates: Rates | None,
         log: Callable[[nn.Module], None],
         model: nn.Module,
     ) -> None:
-        super().__init__(inner, summary, config, length)
+        super().__init__(inner, summary, rates)
         self._log = log
         self._model = model
 

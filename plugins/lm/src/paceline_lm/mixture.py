@@ -1,21 +1,56 @@
-"""A mixture of sources by weight: which sample of which source a number is, as a function of the epoch."""
+"""Mixtures by weight: which source a position is of, as a function of the position, for datasets and for streams."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from torch.utils.data import Dataset
 
-from paceline.core.errors import TaskError
+from paceline.core.errors import DataError, TaskError
 from paceline.data.order import Permutation, derive_key
 from paceline.data.train_val_split import Split, split_train_val
+from paceline_lm.document_stream import DocumentReader, DocumentStream
 from paceline_lm.packing import PackedDocuments
 
 _PLACE, _SOURCE = 1, 2  # domains of the keys
+_CYCLE = 10_000
+"""Positions of a stream in which the sources have their shares."""
+
+
+@dataclass
+class SourceOrder:
+    """Scatters sources over the positions of an epoch, in each of which a source has its count of them.
+
+    Attributes:
+        counts: positions of each source.
+        key: of the order.
+    """
+
+    counts: Sequence[int]
+    key: int
+
+    def __post_init__(self) -> None:
+        self._starts = np.cumsum([0, *self.counts])
+        self._epoch = -1
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def locate(self, epoch: int, position: int) -> tuple[int, int]:
+        """Return the source of a position, and a number below its count that no other position of the epoch has.
+
+        Raises:
+            IndexError: there is no such position.
+        """
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, Permutation(len(self), derive_key(self.key, _PLACE, epoch))
+        place = int(self._order(np.array([position]))[0])
+        which = int(np.searchsorted(self._starts, place, side="right")) - 1
+        return which, place - int(self._starts[which])
 
 
 @dataclass(frozen=True)
@@ -61,8 +96,7 @@ class Mixture(Dataset[Any]):
     """
 
     def __init__(self, sources: Sequence[Any], weights: Sequence[float], key: int, tokens: float | None = None) -> None:
-        if len(sources) != len(weights) or not all(math.isfinite(weight) and weight > 0 for weight in weights):
-            raise TaskError(f"a mixture needs a weight above 0 for each of its {len(sources)} sources, not {weights}.")
+        _check_weights(sources, weights)
         total = (tokens or sum(map(_tokens, sources))) / math.fsum(weights)
         self.shares = tuple(
             Share(source, weight, max(1, round(total * weight * len(source) / _tokens(source))))
@@ -70,12 +104,12 @@ class Mixture(Dataset[Any]):
         )
         self._key = key
         self._tokens = tokens
-        self._starts = np.cumsum([0, *(share.count for share in self.shares)])
+        # For `--shuffle none` and windows, too.
+        self._order = SourceOrder([share.count for share in self.shares], key)
         self._epoch = 0
-        self._place = self._order_of_places(0)
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return len(self._order)
 
     @property
     def tokens(self) -> float:
@@ -85,7 +119,6 @@ class Mixture(Dataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Read the samples of another epoch."""
         self._epoch = epoch
-        self._place = self._order_of_places(epoch)
         for share in self.shares:
             if isinstance(share.source, PackedDocuments):
                 share.source.keep_plans(self._epoch * share.count // len(share.source))
@@ -96,10 +129,9 @@ class Mixture(Dataset[Any]):
         Raises:
             IndexError: there is no such sample.
         """
-        place = int(self._place(np.array([number]))[0])
-        which = int(np.searchsorted(self._starts, place, side="right")) - 1
+        which, within = self._order.locate(self._epoch, number)
         share = self.shares[which]
-        turn, position = divmod(self._epoch * share.count + place - int(self._starts[which]), len(share.source))
+        turn, position = divmod(self._epoch * share.count + within, len(share.source))
         order = Permutation(len(share.source), derive_key(self._key, _SOURCE, which, turn))
         return which, turn, int(order(np.array([position]))[0])
 
@@ -114,10 +146,6 @@ class Mixture(Dataset[Any]):
         weights = [share.weight for share in self.shares]
         train, val = zip(*parts, strict=True)
         return Mixture(train, weights, self._key, self._tokens), Mixture(val, weights, self._key)
-
-    def _order_of_places(self, epoch: int) -> Permutation:
-        """Scatter the sources over the epoch, for ``--shuffle none`` and windows."""
-        return Permutation(len(self), derive_key(self._key, _PLACE, epoch))
 
 
 @dataclass(frozen=True)
@@ -147,3 +175,96 @@ def _split(source: Any, fraction: float, seed: int) -> tuple[Any, Any]:
 
 def _tokens(source: Any) -> float:
     return float(getattr(source, "tokens", len(source)))
+
+
+def _check_weights(sources: Sequence[Any], weights: Sequence[float]) -> None:
+    if len(sources) != len(weights) or not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        raise TaskError(f"a mixture needs a weight above 0 for each of its {len(sources)} sources, not {weights}.")
+
+
+# --- Streams, whose length is not known ---
+
+
+class StreamMixture:
+    """A :class:`~paceline.data.stream.ShardedStream` of several, in their shares of the tokens, without an end.
+
+    Item i of shard k of S is position i S + k, and of every 10,000 positions each source has its count. A shard that is
+    through with its part of a source begins the source's next pass, in another order.
+
+    Args:
+        sources: streams with ``mean_tokens``, tokens of a sample.
+        weights: positive numbers, one for each source.
+
+    Attributes:
+        order: of the sources.
+        run_samples: to train on, if that is known.
+
+    Raises:
+        TaskError: a weight is not a positive number, or there is not one for each source.
+    """
+
+    units: ClassVar[Mapping[str, int]] = {"documents": 0}
+    run_samples: int | None = None
+
+    def __init__(self, sources: Sequence[DocumentStream], weights: Sequence[float]) -> None:
+        _check_weights(sources, weights)
+        self.sources = tuple(sources)
+        shares = [weight / source.mean_tokens for source, weight in zip(sources, weights, strict=True)]
+        self.counts = [max(1, round(_CYCLE * share / math.fsum(shares))) for share in shares]
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of a sample."""
+        tokens = [count * source.mean_tokens for count, source in zip(self.counts, self.sources, strict=True)]
+        return math.fsum(tokens) / sum(self.counts)
+
+    def open(self, shard: int, num_shards: int, epoch: int, seed: int) -> MixtureReader:
+        """See :class:`~paceline.data.stream.ShardedStream`."""
+        return MixtureReader(self, shard, num_shards, derive_key(seed, _SOURCE, epoch))
+
+
+class MixtureReader:
+    """Reads a shard of a mixture: a reader of each source, and how many passes of it are over."""
+
+    def __init__(self, mixture: StreamMixture, shard: int, num_shards: int, key: int) -> None:
+        self._sources = mixture.sources
+        self._order = SourceOrder(mixture.counts, key)
+        self._shard = shard
+        self._num_shards = num_shards
+        self._key = key
+        self._item = 0
+        self._passes = [0] * len(self._sources)
+        self._units = 0  # of passes that are over
+        self._readers = [self._open(which) for which in range(len(self._sources))]
+
+    def __next__(self) -> Any:
+        which, _ = self._order.locate(*divmod(self._item * self._num_shards + self._shard, len(self._order)))
+        for _ in range(self._num_shards + 1):
+            try:
+                sample = next(self._readers[which])
+            except StopIteration:
+                self._units += self._readers[which].state_dict()["units"]
+                self._passes[which] += 1
+                self._readers[which] = self._open(which)
+            else:
+                self._item += 1
+                return sample
+        raise DataError(f"{self._sources[which].name}: no document has a token to learn.")
+
+    def state_dict(self) -> dict[str, Any]:
+        states = [reader.state_dict() for reader in self._readers]
+        units = self._units + sum(state["units"] for state in states)
+        return {"item": self._item, "passes": list(self._passes), "sources": states, "units": units}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._item, self._passes = state["item"], list(state["passes"])
+        self._units = state["units"] - sum(each["units"] for each in state["sources"])
+        for which, each in enumerate(state["sources"]):
+            self._readers[which] = self._open(which)
+            self._readers[which].load_state_dict(each)
+
+    def _open(self, which: int) -> DocumentReader:
+        turn = self._passes[which]
+        # A source may have less parts than there are shards: in each pass others get one.
+        shard = (self._shard + turn) % self._num_shards
+        return self._sources[which].open(shard, self._num_shards, turn, derive_key(self._key, which))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -111,7 +111,7 @@ class SizedDocuments(Protocol):
 
 
 class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
-    """Packs of documents: ``{"input_ids", "labels", "position_ids"}``, each (length,), int64.
+    """Packs of documents: ``{"input_ids", "labels", "position_ids"}``, each (length,), int64, and ``num_tokens``, ().
 
     Positions begin again with each document, by which models isolate it; padding is more documents, without labels.
 
@@ -179,12 +179,11 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
     def read(self, pack: int, epoch: int) -> dict[str, torch.Tensor]:
         """Return a pack of an epoch."""
         parts = [self.documents[number] for number in self.numbers(pack, epoch)]
-        room = self._length - sum(len(part["input_ids"]) for part in parts)
-        padding = {"input_ids": torch.zeros(room, dtype=torch.int64), "labels": torch.full((room,), IGNORED)}
-        joined = {name: torch.cat([part[name] for part in (*parts, padding)]) for name in padding}
+        joined = _join(parts, slice(self._length))
         positions = [torch.arange(len(part["input_ids"])) for part in parts]
         # The model may have fewer positions than a pack has tokens.
-        return {**joined, "position_ids": torch.cat([*positions, torch.arange(room) % self._longest])}
+        rest = torch.arange(self._length - int(joined["num_tokens"])) % self._longest
+        return {**joined, "position_ids": torch.cat([*positions, rest])}
 
     def plan(self, epoch: int) -> PackingPlan:
         """Return the plan of an epoch."""
@@ -201,3 +200,60 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
             for part in split
         )
         return train, val
+
+
+class ConcatenatedDocuments(Dataset[dict[str, torch.Tensor]]):
+    """Documents one after another, cut into samples of one length, as for pretraining.
+
+    A sample is ``{"input_ids", "labels"}``, each (length,), int64, and ``num_tokens``, (). Documents see those before
+    them in the sample, as in a file of tokens. The last sample is padded, without labels.
+
+    Args:
+        documents: of any length.
+        length: tokens of a sample.
+    """
+
+    def __init__(self, documents: SizedDocuments, length: int) -> None:
+        self._documents = documents
+        self._length = length
+        self._starts = np.concatenate([[0], np.cumsum(documents.lengths)])
+
+    def __len__(self) -> int:
+        return -(-self.tokens // self._length)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        first = int(np.searchsorted(self._starts, number * self._length, side="right")) - 1
+        last = int(np.searchsorted(self._starts, (number + 1) * self._length))
+        start = number * self._length - int(self._starts[first])
+        parts = [self._documents[each] for each in range(first, min(last, len(self._documents)))]
+        return _join(parts, slice(start, start + self._length))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the documents."""
+        return int(self._starts[-1])
+
+    @property
+    def units(self) -> dict[str, int]:
+        """What the samples of an epoch contain once, for the audit."""
+        return {"documents": len(self._documents)}
+
+    @property
+    def fill(self) -> float:
+        """The share of the samples' tokens that is not padding."""
+        return self.tokens / (len(self) * self._length)
+
+    def count_beginning(self, number: int) -> int:
+        """Return how many documents begin in a sample."""
+        first, last = np.searchsorted(self._starts[:-1], [number * self._length, (number + 1) * self._length])
+        return int(last - first)
+
+
+def _join(parts: Sequence[Mapping[str, torch.Tensor]], part: slice) -> dict[str, torch.Tensor]:
+    """Return a part of the joined documents, padded without labels, and its number of tokens."""
+    joined = {name: torch.cat([each[name] for each in parts])[part] for name in ("input_ids", "labels")}
+    number = len(joined["labels"])
+    room = part.stop - (part.start or 0) - number
+    padding = {"input_ids": torch.zeros(room, dtype=torch.int64), "labels": torch.full((room,), IGNORED)}
+    padded = {name: torch.cat([joined[name], padding[name]]) for name in padding}
+    return {**padded, "num_tokens": torch.tensor(number)}

@@ -91,10 +91,8 @@ def parse_sources(value: str, option: str) -> tuple[Source, ...]:
                 "the tokens, as in bin:web.bin=0.7,bin:code.bin=0.3"
             )
         sources.append(_source(place, weight))
-    if any(source.is_stream for source in sources):
-        raise TaskError(f"{option}: a stream has no length, which a mixture needs. Leave stream: out of it.")
     if len({source.kind for source in sources}) > 1:
-        raise TaskError(f"{option} mixes files of tokens (bin:) with documents. Use one kind.")
+        raise TaskError(f"{option} mixes files of tokens (bin:), documents or streams (stream:). Use one kind.")
     if len({source.place for source in sources}) < len(sources):
         raise TaskError(f"{option} names a source twice. Give it one weight.")
     return tuple(sources)
