@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
@@ -110,7 +109,7 @@ class _Supervised:
     def run(self, control: _Control) -> int:
         """Execute messages until the command ends."""
         connected = True
-        with handle_signals(STOP_SIGNALS, self._on_signal):
+        with handle_signals(STOP_SIGNALS, lambda number, _: self._signal(number)):
             try:
                 while (word := control.next(self._pidfd)) is not None and word not in ("ended", "kill"):
                     if word.startswith("signal "):
@@ -127,9 +126,6 @@ class _Supervised:
         if code < 0:
             return 128 - code
         return 1 if code == 255 else code  # with 255 ssh says that it has failed itself
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signal(number)
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):

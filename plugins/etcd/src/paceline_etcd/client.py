@@ -84,6 +84,13 @@ class EtcdCredentials:
         return context
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Members do not redirect, and the authentication token is for them alone."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
 class EtcdClient:
     """Sends requests to the member that answered last, and to the others if it does not. Not thread-safe.
 
@@ -98,7 +105,7 @@ class EtcdClient:
         self._endpoints = endpoints
         self._credentials = credentials
         self._timeout_s = timeout_s
-        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({}), _NoRedirects()]
         if endpoints.tls:
             handlers.append(urllib.request.HTTPSHandler(context=credentials.tls_context()))
         self._opener = urllib.request.build_opener(*handlers)

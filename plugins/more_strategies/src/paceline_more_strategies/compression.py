@@ -99,11 +99,7 @@ class PowerSGD:
         return answer
 
     def gather_state(self) -> dict[str, Any]:
-        """Gather all ranks' state on rank 0; a collective.
-
-        Raises:
-            PeerLostError: a rank is gone.
-        """
+        """Gather all ranks' state on rank 0; a collective."""
         errors, factors = self._by_parameter()
         of_all: dict[str, torch.Tensor] = {}
         with translate_peer_errors():

@@ -260,9 +260,6 @@ class LoadBalancer(StepHook):
     """Divides the micro-batches of one group by speed; every rank has one and calls it alike.
 
     Rank 0 records unequal splits in the run directory.
-
-    Raises:
-        PeerLostError: a rank is gone.
     """
 
     def __init__(self, balancing: LoadBalancing, group: GroupContext, states: StateManager) -> None:

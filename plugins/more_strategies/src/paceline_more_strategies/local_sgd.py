@@ -173,9 +173,6 @@ class LocalSGD(StepHook):
 
         Returns:
             The sums: with every rank's row at the end of an interval, else with none.
-
-        Raises:
-            PeerLostError: a rank is gone.
         """
         progress = self._state.progress
         self._mesh.world.progress_tracker.move("reduction")
@@ -205,9 +202,6 @@ def share_states(mesh: ParallelDims, optimizers: Mapping[str, Optimizer]) -> Non
 
     An optimizer keeps nothing of a parameter before its first gradient, and a rank's micro-batches need not use it. A
     rank without a state of it takes over that of the lowest rank that has one.
-
-    Raises:
-        PeerLostError: a rank is gone.
     """
     world = mesh.world
     if world.world_size == 1:

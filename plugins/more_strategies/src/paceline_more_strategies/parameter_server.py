@@ -169,11 +169,7 @@ class ServerParameters:
                 parameter.grad = None
 
     def publish(self, world: World) -> None:
-        """Broadcast the servers' parameters to every rank; a collective.
-
-        Raises:
-            PeerLostError: a rank is gone.
-        """
+        """Broadcast the servers' parameters to every rank; a collective."""
         world.progress_tracker.begin_collective("broadcast")
         for server, (parcel, held) in enumerate(zip(self.parcels, self.parameters, strict=True)):
             if world.rank == server:

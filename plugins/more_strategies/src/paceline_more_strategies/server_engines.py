@@ -81,11 +81,7 @@ class OptimizerServers:
         self.parameters.publish(self._world)
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Add the optimizer state that the other servers hold, on rank 0; all ranks call this together.
-
-        Raises:
-            PeerLostError: a rank is gone.
-        """
+        """Add the optimizer state that the other servers hold, on rank 0; all ranks call this together."""
         if self.number == 1:
             return state
         merged = {name: dict(optimizer["state"]) for name, optimizer in state["optimizers"].items()}
