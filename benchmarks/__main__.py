@@ -321,6 +321,14 @@ def lm(
 
 
 @app.command
+def scripts(*, rounds: Rounds = 3, json: Json = False, markdown: Markdown = False) -> int:
+    """Steps a second of scripts of others on two CPU ranks: under DDP as they were, and with paceline.Run."""
+    from benchmarks.scripts_of_others import bench_scripts
+
+    return show(bench_scripts(rounds=rounds, progress=_progress), json=json, markdown=markdown)
+
+
+@app.command
 def engines(
     *,
     engines: Annotated[

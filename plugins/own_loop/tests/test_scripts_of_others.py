@@ -19,11 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.moved_scripts import ORIGINALS, PAGE, move
 from tests.processes import Processes
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs/own-loop-scripts.md"
-ORIGINALS = ROOT / "tests/scripts_of_others"
 MOST_LINES = 12
 
 SHA256_OF_VISION = "50e351e18f825fe8c87ba1cf0182c93b66f7351dab4588d20acdd5962a1076b9"
@@ -51,16 +50,6 @@ def prepare_vision(directory: Path) -> list[str]:
     options |= {"mixup-alpha": 0.2, "cutmix-alpha": 1, "model-ema-steps": 2, "model-ema-decay": 0.9}
     options |= {"lr-scheduler": "cosineannealinglr", "lr-warmup-epochs": 2, "label-smoothing": 0.1}
     return ["--model-ema", *(f"--{name}={value}" for name, value in options.items())]
-
-
-def apply_to(original: list[str], commands: str) -> list[str]:
-    """Return the lines of a file after a script of ``ed``, which begins with the last of its changes."""
-    lines, given = list(original), iter(commands.splitlines())
-    for command in given:
-        first, last, action = re.fullmatch(r"(\d+)(?:,(\d+))?([acd])", command).groups()  # type: ignore[union-attr]
-        new = [] if action == "d" else list(iter(lambda: next(given), "."))
-        lines[int(first) - (action != "a") : int(last or first)] = new
-    return lines
 
 
 def test_the_lines_that_change_are_counted() -> None:
@@ -111,23 +100,15 @@ def test_a_moved_script_has_one_hash(
 ) -> None:
     if not (ORIGINALS / name / file).exists():
         pytest.skip(f"{name}/{file} is not in the repository: docs/own-loop-scripts.md says where it is from")
-    shutil.copytree(ORIGINALS / "stand_in", tmp_path, dirs_exist_ok=True)
-    shutil.copytree(ORIGINALS / name, tmp_path, dirs_exist_ok=True)
-    page, script = PAGE.read_text(), tmp_path / file
-    before = script.read_text().splitlines()
-    if name == "vision":
-        assert hashlib.sha256(script.read_bytes()).hexdigest() == SHA256_OF_VISION
-        (commands,) = re.findall(r"^```text title=\"train.py.ed\"\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-        script.write_text("\n".join([*apply_to(before, commands), ""]))
-    else:
-        diffs = re.findall(r"^```diff\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-        (diff,) = [each for each in diffs if each.startswith(f"--- a/{file}\n")]
-        subprocess.run(["git", "apply", "--unidiff-zero", "-"], input=diff, text=True, cwd=tmp_path, check=True)
+    original, script = ORIGINALS / name / file, tmp_path / file
+    assert name != "vision" or hashlib.sha256(original.read_bytes()).hexdigest() == SHA256_OF_VISION
+    move(name, file, tmp_path)
+    before = original.read_text().splitlines()
     changes = list(difflib.unified_diff(before, script.read_text().splitlines(), lineterm="", n=0))[2:]
     added = sum(line.startswith("+") and bool(line[1:].strip()) for line in changes)
     deleted = sum(line.startswith("-") for line in changes)
     assert added <= MOST_LINES
-    assert f"({len(before)} lines) | {added} | {deleted} |" in page
+    assert f"({len(before)} lines) | {added} | {deleted} |" in PAGE.read_text()
     options = prepare(tmp_path)
     environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
