@@ -263,6 +263,12 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     bad.write_text('{"text": "He sees."}\nnothing\n')
     with pytest.raises(DataError, match=r"bad.jsonl, the line at byte 21: this is not JSON"):
         epoch_of(open_stream(bad), 0, [0, 6])
+    silent = open_stream(write_lines(tmp_path / "0.jsonl", [{"text": ""}] * 3))
+    with pytest.raises(TaskError, match=r"none of the first documents has a token to learn"):
+        _ = silent.mean_tokens
+    parquet.write_table(pa.Table.from_pylist(RECORDS).slice(0, 0), tmp_path / "b-0.parquet")
+    parquet.write_table(pa.Table.from_pylist(RECORDS), tmp_path / "b-1.parquet")
+    assert len(open_stream(tmp_path / "b-*.parquet").first_documents) == 256
     (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
     with pytest.raises(TaskError, match=r"a.jsonl.gz is compressed, and cannot be read in parts"):
         open_stream(tmp_path / "a*")

@@ -91,8 +91,8 @@ class DataBuilder:
             self.digests[str(source)] = stream.digest
             self.summary.append(stream.summary)
             streams.append(stream)
-        if first := streams[0].first_documents:
-            self.summary.append(_show_first(first[0].tokens, first[0].labelled, self.tokenizer()))
+        first = streams[0].first_documents[0]
+        self.summary.append(_show_first(first.tokens, first.labelled, self.tokenizer()))
         data: DocumentStream | StreamMixture = streams[0]
         if len(streams) > 1:
             data = StreamMixture(streams, [source.weight or 1.0 for source in sources])

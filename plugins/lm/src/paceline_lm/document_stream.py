@@ -30,7 +30,7 @@ _LEAST_BLOCKS = 16
 """Of each shard, so that all end at about the same step."""
 _LINE_BYTES = 64
 """The least to read beyond a block for the end of its last line."""
-_FIRST_BYTES, _FIRST_DOCUMENTS = 2**16, 256
+_FIRST_BYTES, _FIRST_DOCUMENTS, _FIRST_FILES = 2**16, 256, 16
 """What is encoded at the start, at most, to know about how long documents are."""
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5")
@@ -159,20 +159,30 @@ class DocumentStream:
 
     @cached_property
     def first_documents(self) -> list[Encoded]:
-        """Some documents with labels, from the beginning of the first file that is not empty."""
-        file = min(file for file, size in self._sizes.items() if size)
-        block = DocumentBlock(file, 0, None if file in self._row_groups else min(_FIRST_BYTES, self._sizes[file]))
-        return list(itertools.islice(self._encode(block), _FIRST_DOCUMENTS))
+        """Some documents with labels, from the beginning of the first file that has any.
+
+        Raises:
+            TaskError: none of the first files has one there.
+        """
+        for file in itertools.islice(sorted(file for file, size in self._sizes.items() if size), _FIRST_FILES):
+            stop = None if file in self._row_groups else min(_FIRST_BYTES, self._sizes[file])
+            block = DocumentBlock(file, 0, stop)
+            if self._row_groups.get(file, 1) and (
+                found := list(itertools.islice(self._encode(block), _FIRST_DOCUMENTS))
+            ):
+                return found
+        raise TaskError(
+            f"{self.name}: none of the first documents has a token to learn. A chat needs an answer, a message with "
+            '"role": "assistant", and it must begin within --context tokens.'
+        )
 
     @property
     def mean_tokens(self) -> float:
         """Tokens of a sample without padding, on average over the first documents."""
         first = _EncodedBlock(self.first_documents)
-        if self._pack is not None and (self._concat or not first.documents):
-            return self._pack
-        if self._pack is not None:
-            return self._pack * PackedDocuments(first, self._pack, 0).fill
-        return float(first.lengths.mean()) if first.documents else 1.0
+        if self._pack is None:
+            return float(first.lengths.mean())
+        return self._pack * (1.0 if self._concat else PackedDocuments(first, self._pack, 0).fill)
 
     def begin(self, number: int, block: DocumentBlock, epoch: int, seed: int) -> Future[list[Sample]]:
         """Begin to read the samples of a block, in the order of an epoch."""
