@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, TaskError
 from paceline_tune.plan_search import estimate_search, measure_search, probe
 from paceline_tune.search import Search
 
@@ -38,7 +38,7 @@ def test_first_trials_that_fail_or_diverge_do_not_end_the_search() -> None:
     assert "is NaN or infinite" in reasons["lr=1e+30"]
     assert "paceline resume" not in reasons["lr=1e+30"]  # a run that is gone
     assert "no model for lr 1e+35" in reasons["lr=1e+35"]
-    with pytest.raises(ConfigError, match="no configuration could be trained") as raised:
+    with pytest.raises(TaskError, match="no configuration could be trained") as raised:
         probe(replace(SEARCH, trials=3))
     assert all(failure in str(raised.value) for failure in facts.failures)
 
