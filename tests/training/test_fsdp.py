@@ -93,6 +93,10 @@ REFUSED = {
     "own-muon": ({"task": "Parts", "fields": {"optimizer": "Indexing"}}, "Indexing does not work with sharded"),
     "own-state": ({"task": "Parts", "fields": {"optimizer": "OwnState"}}, "OwnState has no state of each parameter"),
     "part": ({"task": "Parts", "fields": {"use": "part"}}, "the module 'head' is called without the model around it"),
+    "uncalled": (
+        {"task": "Parts", "fields": {"use": "uncalled"}},
+        "for one micro-batch the loss does not call the model",
+    ),
     "direct": ({"task": "Parts", "fields": {"use": "direct"}}, "the task's loss uses parameters directly"),
     "derivative": ({"task": "Parts", "fields": {"use": "derivative"}}, "one backward through the model for each"),
     "second-derivative": ({"task": "Parts", "fields": {"use": "meta"}}, "one backward through the model for each"),

@@ -14,9 +14,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 import paceline
 import paceline_lightning
@@ -342,6 +349,40 @@ def test_a_hook_that_cannot_be_kept_is_refused_with_what_helps(lit: Any) -> None
         variant(lit, module=Clipped).build_model()
 
 
+def test_hooks_and_arguments_that_nothing_would_call_are_refused(lit: Any) -> None:
+    class Old(lit.Classifier):  # type: ignore[name-defined, misc]
+        def training_epoch_end(self, outputs: Any) -> None: ...
+
+    class Iterating(lit.Classifier):  # type: ignore[name-defined, misc]
+        def training_step(self, dataloader_iter: Any) -> Any: ...
+
+    for module, message in ((Old, r"training_epoch_end.*Use on_train_epoch_end"), (Iterating, "Take a batch")):
+        with pytest.raises(paceline.TaskError, match=message):
+            variant(lit, module=module).build_model()
+
+
+@pytest.mark.parametrize(
+    ("callback", "hook", "message"),
+    [
+        (
+            LearningRateMonitor(),
+            "on_train_start",
+            "LearningRateMonitor: .* The task's build_loggers returns the loggers",
+        ),
+        (EarlyStopping("train_loss", check_on_train_epoch_end=True), "on_train_epoch_end", "logged with on_epoch=True"),
+    ],
+)
+def test_what_a_callback_misses_is_said_with_the_remedy(lit: Any, callback: Any, hook: str, message: str) -> None:
+    class Watched(lit.Classifier):  # type: ignore[name-defined, misc]
+        def configure_callbacks(self) -> Any:
+            return [callback]
+
+    task = variant(lit, module=Watched)
+    session = task.build_callback(task.build_model(), RunSchedule(total_steps=4, steps_per_epoch=2, epochs=2))
+    with pytest.raises(paceline.TaskError, match=message):
+        session._hook(hook)
+
+
 def test_a_callback_that_does_what_paceline_does_is_refused(lit: Any, tmp_path: Path) -> None:
     class Checkpointed(lit.Classifier):  # type: ignore[name-defined, misc]
         def configure_callbacks(self) -> Any:
@@ -366,6 +407,23 @@ def test_a_sampler_is_refused(lit: Any) -> None:
         def train_dataloader(self) -> DataLoader[Any]:
             return DataLoader(self.splits["train"], sampler=SubsetRandomSampler(range(50)))
 
+    with pytest.raises(paceline.DataError, match=r"OfHalf\.train_dataloader has a SubsetRandomSampler.*sample_weights"):
+        variant(lit, data=OfHalf).build_dataset("train")
+
+
+def test_a_batch_sampler_gives_its_size_and_is_refused_for_the_sampler_in_it(lit: Any) -> None:
+    class Batched(lit.Points):  # type: ignore[name-defined, misc]
+        sampler: Any = SequentialSampler(range(107))
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(self.splits["train"], batch_sampler=BatchSampler(self.sampler, 12, drop_last=False))
+
+    class OfHalf(Batched):
+        sampler = SubsetRandomSampler(range(50))
+
+    task = variant(lit, data=Batched)
+    task.build_dataset("train")
+    assert task._loaded().batch_size == 12
     with pytest.raises(paceline.DataError, match=r"OfHalf\.train_dataloader has a SubsetRandomSampler.*sample_weights"):
         variant(lit, data=OfHalf).build_dataset("train")
 
@@ -412,6 +470,15 @@ def test_what_ranks_keep_for_themselves_is_noticed() -> None:
 
 
 def test_hooks_of_checkpoints_find_the_weights_and_keep_what_they_add(lit: Any) -> None:
+    class Curriculum(lit.Points):  # type: ignore[name-defined, misc]
+        level = 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"level": self.level}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.level = state["level"]
+
     class Sparing(lit.Classifier):  # type: ignore[name-defined, misc]
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["state_dict"].pop("model.0.weight")
@@ -420,13 +487,17 @@ def test_hooks_of_checkpoints_find_the_weights_and_keep_what_they_add(lit: Any) 
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             self.loaded = (checkpoint["kept"], sorted(checkpoint["state_dict"]))
 
-    task = variant(lit, module=Sparing)
+    task = variant(lit, module=Sparing, data=Curriculum)
+    task.build_dataset("train")
     module = task.build_model()
     session = task.build_callback(module, RunSchedule(total_steps=4, steps_per_epoch=2, epochs=2))
+    session.trainer.datamodule.level = 2
     state = session.state_dict()
+    session.trainer.datamodule.level = 1
     assert state["checkpoint"] == {"kept": [0, 0]}
     session.load_state_dict(state)
     assert module.loaded == ([0, 0], sorted(module.state_dict()))
+    assert session.trainer.datamodule.level == 2
 
 
 def test_means_do_not_depend_on_who_computed_them() -> None:

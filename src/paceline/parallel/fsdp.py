@@ -414,7 +414,7 @@ class FSDP(ExternalReduceStrategy):
                 unit.set_custom_reduce_scatter(self._sums[-1])
             elif copies.world_size > 1:
                 unit.set_custom_reduce_scatter(ReduceScatterOverReplicas(copies))
-        self._in_loss = False
+        self._in_loss = self._is_called = False
         self._hooks = [unit.register_forward_pre_hook(self._make_guard(unit), prepend=True) for unit in self._units]
         self._hooks += [unit.register_forward_hook(self._guard_outputs) for unit in self._units]
 
@@ -467,6 +467,7 @@ class FSDP(ExternalReduceStrategy):
         return require_parameters
 
     def _guard_outputs(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._is_called = True
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._require_end_of_loss)  # type: ignore[no-untyped-call]
@@ -482,7 +483,7 @@ class FSDP(ExternalReduceStrategy):
 
     def _begin_microbatch(self) -> None:
         super()._begin_microbatch()
-        self._in_loss = True
+        self._in_loss, self._is_called = True, False
         is_last = self._micro_steps_left == 0
         for sums in self._sums:
             sums.micro_steps_left = self._micro_steps_left
@@ -494,6 +495,11 @@ class FSDP(ExternalReduceStrategy):
 
     def backward(self, loss: torch.Tensor) -> None:
         self._in_loss = False
+        if not self._is_called:
+            raise TaskError(
+                "--strategy fsdp gathers parameters on all ranks together, but for one micro-batch the loss does not "
+                "call the model. Call it (add 0 * output.sum() to the loss), or use --strategy zero1."
+            )
         # The exact sum reports each of its collectives itself.
         if not self._exact:
             self._world.progress_tracker.begin_collective("reduce-scatter")

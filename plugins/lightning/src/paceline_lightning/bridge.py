@@ -90,6 +90,14 @@ def refuse_hooks(module: LightningModule) -> None:
     for hook, instead in _HOOKS.items():
         if is_overridden(hook, module):
             raise TaskError(f"{name}.{hook} cannot be kept: {instead}.")
+    for split in ("training", "validation", "test"):
+        if hasattr(module, f"{split}_epoch_end"):
+            raise TaskError(
+                f"{name}.{split}_epoch_end is a hook of Lightning 1, which Lightning 2 does not call. Use "
+                f"on_{split.replace('training', 'train')}_epoch_end, with what the steps have logged."
+            )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise TaskError(f"{name}.training_step takes a dataloader_iter, but Paceline reads the batches. Take a batch.")
     if not is_overridden("training_step", module):
         raise TaskError(f"{name} has no training_step; there is nothing to train.")
 
@@ -618,6 +626,7 @@ class LightningBridge(Callback):
             "metrics": {name: float(value) for name, value in self.trainer.callback_metrics.items()},
             "callbacks": {key: state for key, state in callbacks.items() if state},
             "checkpoint": {key: value for key, value in checkpoint.items() if key not in kept_anyway},
+            "datamodule": {} if self._datamodule is None else self._datamodule.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -629,6 +638,8 @@ class LightningBridge(Callback):
                 callback.load_state_dict(state["callbacks"][callback.state_key])
             callback.on_load_checkpoint(self.trainer, self.module, checkpoint)
         self.module.on_load_checkpoint(checkpoint)
+        if state.get("datamodule"):  # runs of earlier versions have none
+            self._datamodule.load_state_dict(state["datamodule"])
 
     def _warn_of_unsaved(self) -> None:
         """Say once which callbacks keep copies of weights that no checkpoint would have."""
@@ -678,11 +689,24 @@ class LightningBridge(Callback):
         with self._in(name):
             for callback in self.trainer.callbacks:
                 if callback not in waiting:
-                    getattr(callback, name)(self.trainer, self.module, *arguments)
+                    self._call(callback, name, *arguments)
             getattr(self.module, name)(*arguments)
             for callback in waiting:
-                getattr(callback, name)(self.trainer, self.module, *arguments)
+                self._call(callback, name, *arguments)
         return {name: float(entry.value) for name, entry in self._logged.items() if entry.to_logger}
+
+    def _call(self, callback: pl.Callback, name: str, *arguments: Any) -> None:
+        try:
+            getattr(callback, name)(self.trainer, self.module, *arguments)
+        except MisconfigurationException as error:
+            remedy = "" if self.trainer.loggers else " The task's build_loggers returns the loggers."
+            raise TaskError(f"the callback {type(callback).__name__}: {error}{remedy}") from error
+        except RuntimeError as error:
+            if not isinstance(callback, EarlyStopping) or callback.monitor in self.trainer.callback_metrics:
+                raise
+            raise TaskError(
+                f"{error}. A value of training_step is there if it is logged with on_epoch=True."
+            ) from error
 
     def _agreed(self, logged: dict[str, float], hook: str) -> dict[str, float]:
         """Return a hook's logged values, which must be equal on all ranks; note if any rank's callback stops."""

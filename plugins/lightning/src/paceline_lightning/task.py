@@ -65,8 +65,9 @@ class LoadedData:
                 f"task's build_datamodule(). ({self._name} is a {kind}.)"
             )
         self.collate = train.collate_fn
-        self.batch_size = int(train.batch_size or 1)
-        self.sample_weights = train.sampler if isinstance(train.sampler, WeightedRandomSampler) else None
+        self.batch_size = int(train.batch_size or getattr(train.batch_sampler, "batch_size", None) or 1)
+        sampler = _sampler(train)
+        self.sample_weights = sampler if isinstance(sampler, WeightedRandomSampler) else None
         self._datasets: dict[str, Any] = {"train": train.dataset}
 
     def dataset(self, split: str) -> Any:
@@ -102,12 +103,17 @@ class LoadedData:
         return loader
 
 
+def _sampler(loader: DataLoader[Any]) -> Any:
+    """Return what draws the samples, also where the loader was given a ``batch_sampler``."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
 def _check(loader: DataLoader[Any], where: str, *, weighted: bool) -> None:
     if loader.batch_size is None and loader.batch_sampler is None:
         raise DataError(f"{where} has batch_size=None; Paceline makes the batches itself. Return single samples.")
     if isinstance(loader.dataset, IterableDataset):
         return
-    samplers = (loader.sampler, loader.batch_sampler)
+    samplers = (_sampler(loader), loader.batch_sampler)
     orders = (RandomSampler, SequentialSampler, *((WeightedRandomSampler,) if weighted else ()))
     for sampler, known in zip(samplers, (orders, (BatchSampler,)), strict=True):
         if type(sampler) not in known:
@@ -116,7 +122,7 @@ def _check(loader: DataLoader[Any], where: str, *, weighted: bool) -> None:
                 "decide, so that it is the same for any number of processes. Leave it out (--shuffle none "
                 "keeps the dataset's own order), or return weights from the task's sample_weights()."
             )
-    drawn = loader.sampler
+    drawn = _sampler(loader)
     if not isinstance(drawn, RandomSampler):
         return
     if drawn.replacement or drawn.num_samples != len(drawn.data_source):
