@@ -340,6 +340,23 @@ class Drifting(Points):
         return Drift(model)
 
 
+class Normalised(SGD):
+    """Divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        for parameter in parameters:
+            parameter -= 0.1 * parameter.grad / norm
+
+
+@dataclass
+class Coupled(Points):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return Normalised(model.parameters())
+
+
 # --- What is pure, though it does not look like it ---
 
 

@@ -7,9 +7,14 @@ import re
 from typing import Any
 
 import pytest
+import torch
+from tests.training.impure_tasks import Normalised
+from torch import nn
+from torch.optim import SGD
 
 from paceline.runs.directory import RunDirectory
 from paceline.runs.purity import read_purity
+from paceline_checks.purity import couples_parameters
 
 pytestmark = pytest.mark.matrix
 
@@ -47,6 +52,7 @@ BETWEEN_RANKS = {
     "split-by-group": ({"task": "Read", "fields": {"kind": "SplitByGroup"}}, _OTHER_STREAM),
     "split-by-environment": ({"task": "Read", "fields": {"kind": "SplitByEnvironment"}}, _OTHER_STREAM),
     "split-by-node": ({"task": "SplitByNode"}, _OTHER_STREAM),
+    "coupled": ({"task": "Coupled", "options": {"strategy": "zero1"}}, r"the optimizer main \(Normalised\) updates"),
     "drifting": ({"task": "Drifting"}, "after step 4 the ranks have different bits in 0.weight"),
 }
 WARNED = {
@@ -107,6 +113,23 @@ def test_gradients_that_a_loss_removes_are_refused(on_one: Any, on_two: Any) -> 
 def test_ranks_that_differ_are_stopped(on_two: Any, name: str) -> None:
     assert on_two[name]["error"] == "PurityError"
     assert re.search(BETWEEN_RANKS[name][1], on_two[name]["message"])
+
+
+def test_an_optimizer_of_independent_updates_is_not_suspected() -> None:
+    class Rescaled(SGD):
+        count = 0
+
+        def step(self, closure: Any = None) -> None:
+            self.count += 1
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter.data -= parameter.grad / parameter.norm() / self.count
+
+    parameters = [nn.Parameter(torch.ones(5)) for _ in range(2)]
+    rescaled = Rescaled(parameters)
+    assert not couples_parameters(rescaled)
+    assert (rescaled.count, parameters[0].sum()) == (0, 5)
+    assert couples_parameters(Normalised(parameters))
 
 
 @pytest.mark.parametrize("name", WARNED)

@@ -316,7 +316,7 @@ class RunDirectory:
         """
         try:
             document = parse_toml(read_document(self.manifest))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise RunDirectoryError(f"{self.path} is not a run directory: it has no run.toml.") from None
         except (OSError, ValueError) as error:
             raise RunDirectoryError(

@@ -29,6 +29,8 @@ MISTAKES = {
     "micro-batches. Change them in a callback's on_step_end",
     "optimizer": "a micro-batch changed {names}: in a short step a rank may have no micro-batch. Use build_scheduler, "
     "or a callback's on_step_begin",
+    "coupled": "the optimizer {names} updates a parameter by what others have, their gradients or random numbers "
+    "before its own, and under zero1 a rank updates its own parameters alone. Use --strategy ddp",
     "evaluation": "an evaluation changed the buffers {names}, on each rank by its own part of the data. Leave the "
     "model in evaluation mode there",
     "replicas": "{what} the ranks have different bits in {names}. A callback, an optimizer or a scheduler does "

@@ -20,7 +20,7 @@ import logging
 import sys
 import time
 import types
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -451,6 +451,40 @@ class PurityCheck(StepHook):
             self._record.add(each)
 
 
+# --- Optimizers of which each rank has a part of the parameters ---
+
+
+def couples_parameters(optimizer: Optimizer) -> bool:
+    """Return whether the update of one parameter depends on that of another, tried with two small ones.
+
+    Not tried are torch's own, which do not (LBFGS has a closure), and optimizers that fail on a copy.
+    """
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return False
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = {k: v for k, v in vars(optimizer).items() if k not in ("state", "step") and not k.endswith("_hooks")}
+
+    def update(*gradients: float | None) -> torch.Tensor:
+        parameters = [nn.Parameter(torch.ones(2, 3, dtype=given[0].dtype, device=given[0].device)) for _ in gradients]
+        trial = object.__new__(type(optimizer))
+        trial.__dict__ = copy.deepcopy(own, {id(optimizer): trial, **{id(p): parameters[0] for p in given}})
+        trial.state = defaultdict(dict)
+        trial.param_groups = [{**trial.param_groups[0], "params": parameters}]
+        Optimizer.__setstate__(trial, {})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            for _ in range(3):
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = None if gradient is None else torch.full_like(parameter, gradient)
+                type(trial).step(trial)
+        return parameters[0].detach()
+
+    try:
+        return not torch.equal(update(1.0, None), update(1.0, 100.0))
+    except Exception:  # code of any kind, on tensors that it was not made for
+        return False
+
+
 # --- The replicas of all ranks, before a save or an evaluation ---
 
 
@@ -498,6 +532,10 @@ class PurityGuard(RunHook):
         """Return the check of a group's steps, unless they overlap."""
         if not self._is_on or group.strategy.overlaps_steps:
             return None
+        if "zero1" in self.run.config.strategies:
+            for name, optimizer in states.state.optimizers.items():
+                if couples_parameters(optimizer):
+                    self.record.add(impurity("coupled", [f"{name} ({type(optimizer).__name__})"]))
         return PurityCheck(self.run, self.record, group.world, states.state, states.loader, group.runner)
 
     def check_state(self, group: GroupContext, state: TrainingState) -> None:

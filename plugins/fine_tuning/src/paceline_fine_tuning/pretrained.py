@@ -198,6 +198,12 @@ def _of_package(source: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     try:
         package = open_package(source)
     except PackageError as error:
+        if Path(source).is_file():
+            raise ConfigError(
+                f"--init-from {source}: a file of weights is one of safetensors. Of your own file of torch.save, such as "
+                "Lightning's: safetensors.torch.save_file(torch.load(FILE, weights_only=False)['state_dict'], "
+                "'weights.safetensors')."
+            ) from error
         raise ConfigError(
             f"--init-from {source}: this is neither a run (it has no run.toml) nor a checkpoint. As a package: {error}"
         ) from error
