@@ -100,6 +100,7 @@ def test_an_error_is_explained_by_its_own_command(run_processes: Any, words: tup
         (("launch", "--", "x.py"), ("--on needs a value, one of inprocess, spawn, torchrun, slurm,",)),
         (("train", "fashon-mnist"), ("'fashon-mnist' is not a built-in task", "fashion-mnist-mlp")),
         (("train", "no.py:Good"), ("there is no file", "no.py")),
+        (("resume", __file__), ("is not a run directory: it has no run.toml.",)),
         (("resume", "nowhere"), ("nowhere is not a run directory: it has no run.toml.",)),
     ],
 )

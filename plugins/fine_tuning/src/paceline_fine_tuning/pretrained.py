@@ -200,8 +200,8 @@ def _of_package(source: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     except PackageError as error:
         if Path(source).is_file():
             raise ConfigError(
-                f"--init-from {source}: a file of weights is one of safetensors. Of your own file of torch.save, such as "
-                "Lightning's: safetensors.torch.save_file(torch.load(FILE, weights_only=False)['state_dict'], "
+                f"--init-from {source}: a file of weights is one of safetensors. From your own file of torch.save, as "
+                "Lightning's are: safetensors.torch.save_file(torch.load(FILE, weights_only=False)['state_dict'], "
                 "'weights.safetensors')."
             ) from error
         raise ConfigError(
