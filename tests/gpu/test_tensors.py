@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, default_collate
 from benchmarks.gpu.rows import IS_REAL, report
 from paceline.data.loader import build_loader
 from paceline.data.order import DeterministicSampler
-from paceline.runs.checkpoint_state import Snapshot, read_tensors
+from paceline.runs.checkpoint_state import Snapshot, file_contents, read_tensors
 from paceline.training.reproducibility import seed_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.integration]
@@ -132,7 +132,7 @@ def test_a_snapshot_holds_what_the_gpu_had_when_it_was_taken() -> None:
     snapshot.capture({"state.safetensors": tensors})
     for tensor in tensors.values():
         tensor.zero_()
-    content = {name: b"".join(bytes(part) for part in parts) for name, parts in snapshot.contents()}
+    content = {name: b"".join(file_contents(tensors)) for name, tensors in snapshot.files.items()}
     back = read_tensors(content["state.safetensors"])
     assert back.keys() == wanted.keys()
     assert all(torch.equal(back[name], wanted[name]) for name in wanted)

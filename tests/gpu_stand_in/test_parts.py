@@ -102,8 +102,9 @@ def test_the_parts_have_the_values_of_the_cpu(run_processes: Any, gpu_stand_in: 
             snapshot.capture({"a": on_gpu, "b": {"x": torch.ones(3, device=here)}})
             waited, chunks = waits(), sum(tensor.nbytes for tensor in state.values()) // 100
             check(chunks <= waited <= 2 * chunks, (waited, chunks))
-            for (name, content), (_, wanted) in zip(snapshot.contents(), expected.contents()):
-                check([bytes(part) for part in content] == [bytes(part) for part in wanted], name)
+            for name, tensors in snapshot.files.items():
+                contents = [[*map(bytes, checkpoint_state.file_contents(t))] for t in (tensors, expected.files[name])]
+                check(contents[0] == contents[1], name)
 
         # Data that do not fit the GPU are gathered into page-locked memory.
         torch.cuda.mem_get_info = lambda device: (0, 0)

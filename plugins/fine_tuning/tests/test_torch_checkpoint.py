@@ -99,6 +99,8 @@ def test_a_file_of_safetensors(tmp_path: Path) -> None:
     model, _ = build()
     safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
     check(tmp_path / "model.safetensors", model.state_dict())
+    found = PretrainedWeights.find(str(tmp_path / "model.safetensors"))
+    assert str(found.file) in Path("/proc/self/maps").read_text()  # read as it is used
     with pytest.raises(ConfigError, match="neither a run"):
         PretrainedWeights.find(str(tmp_path / "other.safetensors"))
 

@@ -116,13 +116,13 @@ def append_lines(path: Path, content: bytes) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
+def write_atomically(path: Path, content: bytes | Iterable[bytes | memoryview], *, private: bool = False) -> None:
     """Replace a file's content, readable for other users unless private; a crash leaves the old or the new content."""
     # A random suffix, because nodes that share a directory may have equal process ids.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "xb", opener=functools.partial(os.open, mode=0o600 if private else 0o666)) as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         rename(temporary, path)

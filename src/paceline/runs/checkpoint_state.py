@@ -19,11 +19,10 @@ from paceline.core.errors import CheckpointError
 from paceline.runs.checkpoint_manifest import Buffer, parse_json
 from paceline.torch_internals import foreach_copy_
 
-# --- Tensors in the safetensors format, with one copy between the model and the file ---
+# --- Tensors in the safetensors format, with one copy at most between the model and the file ---
 #
 # ``safetensors.torch.save_file`` would copy the tensors a second time, or read them while training
-# changes them. Here the snapshot's buffer *is* the file's data section, so that it can be hashed and
-# written without a copy. The format: https://huggingface.co/docs/safetensors/index#format
+# changes them. The format: https://huggingface.co/docs/safetensors/index#format
 
 
 SAFETENSORS_DTYPES = {
@@ -48,18 +47,8 @@ SAFETENSORS_DTYPES = {
 
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
-_FILE_ALIGNMENT = 64  # bytes; each file's data starts on a cache line of the shared buffer
+_JOINED_BYTES = 2**16  # smaller tensors are written together
 _CHUNK_BYTES = 64 * 2**20  # of page-locked memory, of which the whole state would need twice its size
-
-
-@dataclass(frozen=True)
-class _TensorReference:
-    """The place of one tensor in the buffer; the data is row-major."""
-
-    start: int
-    stop: int
-    dtype: torch.dtype
-    shape: torch.Size
 
 
 @dataclass(frozen=True)
@@ -78,16 +67,13 @@ class TensorShard:
 
 
 class Snapshot:
-    """A copy of named tensors in one CPU buffer, reused by the next capture.
+    """A copy of named tensors in the CPU's memory, which the next capture uses again.
 
-    Tensors of a GPU come through two page-locked chunks: while one is filled, the other is copied into the buffer.
+    Tensors of a GPU come through two page-locked chunks: while one is filled, the other is copied.
     """
 
     def __init__(self) -> None:
-        self._layout: list[tuple[str, str, torch.dtype, torch.Size, str]] = []
-        self._files: dict[str, tuple[bytes, int, int]] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._views: list[Tensor] = []
+        self.files: dict[str, dict[str, Tensor]] = {}
         self._chunks: list[Tensor] = []
 
     def capture(self, files: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -96,16 +82,11 @@ class Snapshot:
         Raises:
             CheckpointError: there is not enough memory for the copy.
         """
-        layout = [
-            (file, name, tensor.dtype, tensor.shape, tensor.device.type)
-            for file, tensors in files.items()
-            for name, tensor in tensors.items()
-        ]
-        if layout != self._layout:
-            self._allocate(files)
-            self._layout = layout
         sources = [tensor.detach() for tensors in files.values() for tensor in tensors.values()]
-        pairs = list(zip(self._views, sources, strict=True))
+        if _layout(files) != _layout(self.files) or (not self._chunks and any(tensor.is_cuda for tensor in sources)):
+            self._allocate(files)
+        views = [view for tensors in self.files.values() for view in tensors.values()]
+        pairs = list(zip(views, sources, strict=True))
         with torch.no_grad():
             for device in {tensor.device for _, tensor in pairs if tensor.is_cuda}:
                 with torch.cuda.device(device):
@@ -131,38 +112,29 @@ class Snapshot:
             if pieces:
                 filled.append(_fill(next(chunks), pieces))
 
-    def contents(self) -> Iterator[tuple[str, tuple[bytes, memoryview]]]:
-        """Yield each file's name, and its header and data; they are valid until the next capture."""
-        data = self._buffer.numpy().data
-        for file, (header, start, stop) in self._files.items():
-            yield file, (header, data[start:stop])
-
     def _allocate(self, files: Mapping[str, Mapping[str, Tensor]]) -> None:
-        # Free the old buffer first: two would be a second copy of the model.
-        self._layout = []
-        self._views = []
-        self._chunks = []
-        self._files = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        places: list[_TensorReference] = []
-        offset = 0
-        for file, tensors in files.items():
-            file_places = _arrange(tensors, offset)
-            stop = max((place.stop for place in file_places.values()), default=offset)
-            self._files[file] = (_header(file_places, offset), offset, stop)
-            places.extend(file_places[name] for name in tensors)
-            offset = -(-stop // _FILE_ALIGNMENT) * _FILE_ALIGNMENT
-        devices = {tensor.device.type for tensor in itertools.chain(*(tensors.values() for tensors in files.values()))}
+        # Free the old copy first: two would be a second copy of the model.
+        self.files, self._chunks = {}, []
+        every = [tensor for tensors in files.values() for tensor in tensors.values()]
+        size = sum(tensor.nbytes for tensor in every)
         try:
-            self._buffer = torch.empty(offset, dtype=torch.uint8)
-            if "cuda" in devices:
-                size = min(offset, _CHUNK_BYTES)
-                self._chunks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self.files = {
+                file: {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+                for file, tensors in files.items()
+            }
+            if any(tensor.is_cuda for tensor in every):
+                chunk = min(size, _CHUNK_BYTES)
+                self._chunks = [torch.empty(chunk, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         except RuntimeError as error:
             raise CheckpointError(
-                f"not enough memory for a snapshot of {offset / 2**20:.0f} MiB: {str(error).splitlines()[0]}"
+                f"not enough memory for a snapshot of {size / 2**20:.0f} MiB: {str(error).splitlines()[0]}"
             ) from error
-        self._views = [self._buffer[place.start : place.stop].view(place.dtype).view(place.shape) for place in places]
+
+
+def _layout(files: Mapping[str, Mapping[str, Tensor]]) -> list[tuple[str, str, torch.dtype, torch.Size]]:
+    return [
+        (file, name, tensor.dtype, tensor.shape) for file, tensors in files.items() for name, tensor in tensors.items()
+    ]
 
 
 def _fill(
@@ -187,37 +159,25 @@ def _fill(
     return event, into, content
 
 
-def _arrange(tensors: Mapping[str, Tensor], start: int) -> dict[str, _TensorReference]:
-    """Assign each tensor a place: widest dtypes first, so that each is aligned without gaps."""
-    places = {}
-    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
-        tensor = tensors[name]
-        stop = start + tensor.numel() * tensor.element_size()
-        places[name] = _TensorReference(start, stop, tensor.dtype, tensor.shape)
-        start = stop
-    return places
-
-
-def _header(places: Mapping[str, _TensorReference], base: int) -> bytes:
+def file_contents(tensors: Mapping[str, Tensor]) -> Iterator[Buffer]:
+    """Yield a file's header, and its tensors, without a copy of large ones that are contiguous on the CPU."""
+    # Widest dtypes first, so that each tensor is aligned without gaps.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    stops = itertools.accumulate(tensors[name].nbytes for name in names)
     entries = {
         name: {
-            "dtype": SAFETENSORS_DTYPES[place.dtype],
-            "shape": list(place.shape),
-            "data_offsets": [place.start - base, place.stop - base],
+            "dtype": SAFETENSORS_DTYPES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [stop - tensors[name].nbytes, stop],
         }
-        for name, place in places.items()
+        for name, stop in zip(names, stops, strict=True)
     }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def file_contents(tensors: Mapping[str, Tensor]) -> Iterator[Buffer]:
-    """Yield a file's header, and its tensors one by one, without a copy of those that are contiguous on the CPU."""
-    places = _arrange(tensors, 0)
-    yield _header(places, 0)
-    for name in places:
-        yield bytes_of(tensors[name])
+    yield len(text).to_bytes(8, "little") + text
+    for is_small, group in itertools.groupby(names, lambda name: tensors[name].nbytes < _JOINED_BYTES):
+        contents = (bytes_of(tensors[name]) for name in group)
+        yield from (b"".join(contents),) if is_small else contents
 
 
 def read_tensors(content: bytes) -> dict[str, Tensor]:

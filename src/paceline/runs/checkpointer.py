@@ -73,8 +73,8 @@ class _Save:
     def contents(self) -> dict[str, Iterable[Buffer]]:
         """Return what each file will hold."""
         text = json.dumps(self.skeletons, indent=1, allow_nan=False).encode()
-        live = {file: file_contents(tensors) for file, tensors in self.live.items()}
-        return {**dict(self.snapshot.contents()), **live, _STATE: (text,)}
+        files = {**self.snapshot.files, **self.live}
+        return {**{file: file_contents(tensors) for file, tensors in files.items()}, _STATE: (text,)}
 
 
 class Checkpointer:
@@ -186,10 +186,10 @@ class Checkpointer:
         save = self._deferred
         if save is None:
             return None
-        tensors = {name: read_tensors(b"".join(parts)) for name, parts in save.snapshot.contents()}
-        state = {
-            part: unflatten(tensors.get(part + _SUFFIX, {}), skeleton) for part, skeleton in save.skeletons.items()
-        }
+        state = {}
+        for part, skeleton in save.skeletons.items():
+            kept = save.snapshot.files.get(part + _SUFFIX, {})
+            state[part] = unflatten({name: tensor.clone() for name, tensor in kept.items()}, skeleton)
         return Checkpoint(Manifest(save.info, {}), state)
 
     def flush_pending(self) -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError
-from paceline.runs.checkpoint_state import SAFETENSORS_DTYPES, Snapshot, bytes_of, read_tensors
+from paceline.runs.checkpoint_state import SAFETENSORS_DTYPES, Snapshot, bytes_of, file_contents, read_tensors
 
 
 def captured(snapshot: Snapshot) -> dict[str, bytes]:
-    return {name: b"".join(bytes(buffer) for buffer in buffers) for name, buffers in snapshot.contents()}
+    return {name: b"".join(file_contents(tensors)) for name, tensors in snapshot.files.items()}
 
 
 def every_dtype() -> dict[str, Tensor]:
@@ -71,8 +71,8 @@ def test_a_snapshot_does_not_follow_its_source() -> None:
 
 def test_the_buffer_is_reused_until_the_layout_changes() -> None:
     def address(snapshot: Snapshot) -> int:
-        ((_, (_, data)),) = snapshot.contents()
-        return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+        ((tensor,),) = (tensors.values() for tensors in snapshot.files.values())
+        return tensor.data_ptr()
 
     snapshot = Snapshot()
     snapshot.capture({"x.safetensors": {"x": torch.zeros(5)}})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from paceline.core.config import config_from_mapping
@@ -21,8 +22,9 @@ from paceline.data.loader import EvalBatches
 from paceline.elastic.group_formation import StateSource, transfer_state
 from paceline.parallel.world import World
 from paceline.runs.backup import open_run
+from paceline.runs.checkpoint_manifest import Buffer
 from paceline.runs.checkpoint_selection import select_checkpoint
-from paceline.runs.checkpoint_state import Snapshot, model_sha256, read_tensors
+from paceline.runs.checkpoint_state import file_contents, model_sha256, read_tensors
 from paceline.runs.checkpoint_store import parse_name
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package import open_package
@@ -48,16 +50,19 @@ class PretrainedWeights:
     Attributes:
         record: where it comes from, as ``run.toml`` has it.
         weights: by the names of the task's model, on the CPU or on this rank's device.
+        file: the file of safetensors whose memory they are, if any.
     """
 
     record: Mapping[str, Any]
     weights: Mapping[str, torch.Tensor]
+    file: Path | None = None
 
     @classmethod
     def read(cls, run: RunContext, source: str, world: World) -> PretrainedWeights:
         """Read them from the run's own copy if that exists, else from ``source``; all ranks call this together.
 
-        Rank 0 reads them and sends them to the others, which may be on nodes without them.
+        Rank 0 reads them and sends them to the others, which may be on nodes without them. A file that all see is
+        mapped into the memory of each, so that it reads only what it needs.
 
         Raises:
             ConfigError: it is not there, or damaged; on all ranks.
@@ -72,6 +77,13 @@ class PretrainedWeights:
         problem = world.broadcast_object(problem)
         if problem is not None:
             raise ConfigError(problem)
+        own = None
+        if parent is not None and parent.file is not None:
+            own = [dict(parent.record), str(parent.file), _version(parent.file)]
+        if (shared := world.broadcast_object(own)) is not None:
+            record, file, version = shared
+            if all(world.all_gather_object(_version(Path(file)) == version)):
+                return parent or cls(record, _map_tensors(Path(file)), Path(file))
         given = {} if parent is None else {"record": dict(parent.record), "weights": dict(parent.weights)}
         behind = tuple(range(1, world.world_size))
         received = transfer_state(world, StateSource(0, 0, behind), given)
@@ -103,7 +115,7 @@ class PretrainedWeights:
             directory, checkpoint = RunDirectory(path.absolute().parent.parent), path
         elif (weights := _of_others(Path(source).expanduser())) is not None:
             record = {"source": source, "path": str(path.absolute()), "model_sha256": model_sha256(weights)}
-            return cls(record, weights)
+            return cls(record, weights, path.absolute() if path.is_file() else None)
         else:
             return cls(*_of_package(source))
         return cls._of_checkpoint(source, directory, checkpoint, str(checkpoint.absolute()))
@@ -134,30 +146,35 @@ class PretrainedWeights:
         Raises:
             RunDirectoryError: the directory cannot be written.
         """
-        snapshot = Snapshot()
-        snapshot.capture({directory.initial.name: self.weights})
-        ((_, parts),) = snapshot.contents()
-        content = b"".join(parts)
+        digest = hashlib.sha256()
+
+        def hash_each() -> Iterator[Buffer]:
+            for content in file_contents(self.weights):
+                digest.update(content)
+                yield content
+
         try:
-            write_atomically(directory.initial, content)
+            write_atomically(directory.initial, hash_each())
         except OSError as error:
             raise directory.unwritable(error) from error
-        return {**self.record, "copy_sha256": hashlib.sha256(content).hexdigest()}
+        return {**self.record, "copy_sha256": digest.hexdigest()}
 
     @classmethod
     def load_copy(cls, directory: RunDirectory) -> PretrainedWeights:
         """Read the copy that :meth:`save_copy` made."""
         record = directory.read_complete_manifest().get("parent", {})
         try:
-            content = directory.initial.read_bytes()
+            with directory.initial.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise CheckpointError(f"the run's first weights cannot be read: {error}.") from error
-        if hashlib.sha256(content).hexdigest() != record.get("copy_sha256"):
+        if digest != record.get("copy_sha256"):
             raise CheckpointError(
                 f"{directory.initial} is not what the run began with: its SHA-256 is not that in run.toml. "
                 "Restore it from a copy, or start a new run."
             )
-        return cls({n: v for n, v in record.items() if n != "copy_sha256"}, read_tensors(content))
+        origin = {name: value for name, value in record.items() if name != "copy_sha256"}
+        return cls(origin, _map_tensors(directory.initial), directory.initial)
 
     def drift(self, run: RunContext, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return the entry of ``result.json`` about the drift from parent to child, without training.
@@ -190,7 +207,29 @@ def _of_others(path: Path) -> dict[str, torch.Tensor] | None:
         from paceline_fine_tuning.torch_checkpoint import read_torch_weights
 
         return read_torch_weights(path)
-    return read_tensors(path.read_bytes()) if path.suffix == ".safetensors" and path.is_file() else None
+    return _map_tensors(path) if path.suffix == ".safetensors" and path.is_file() else None
+
+
+def _map_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file of safetensors, whose content is read as it is used.
+
+    Raises:
+        CheckpointError: the file has another format.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is not a safetensors file: {error}") from error
+
+
+def _version(file: Path) -> list[int] | None:
+    """Return what tells a file from others on another node: its size and the time of its change; None without it."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return [found.st_size, found.st_mtime_ns]
 
 
 def _of_package(source: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
