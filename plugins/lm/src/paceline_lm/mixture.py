@@ -196,7 +196,7 @@ class StreamMixture:
         weights: positive numbers, one for each source.
 
     Attributes:
-        order: of the sources.
+        counts: of each source, of 10,000 positions or about as many.
         run_samples: to train on, if that is known.
 
     Raises:
