@@ -12,8 +12,8 @@ from tests.runs.packages.conftest import put_package
 from paceline.core.errors import ConfigError, PackageError
 from paceline.runs.package import open_package
 from paceline.runs.package_registry import PackageReference
-from paceline_serving.package_transfer import DirectoryPlace as Registry
-from paceline_serving.package_transfer import PackagePlace, copy_package, open_place
+from paceline_serving.package_transfer import PackageDirectory as Registry
+from paceline_serving.package_transfer import PackageLocation, copy_package, open_location
 
 SIZE = 1_500_000
 
@@ -116,13 +116,13 @@ def test_a_longer_file_is_cut_off(registry: Registry, origin: tuple[Registry, st
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> PackagePlace:
+def store(tmp_path: Path) -> PackageLocation:
     """A registry in an object store, whose objects are files."""
-    return open_place(f"file://{tmp_path}/store")
+    return open_location(f"file://{tmp_path}/store")
 
 
 def test_a_package_goes_to_an_object_store_and_comes_back(
-    registry: Registry, origin: tuple[Registry, str], store: PackagePlace
+    registry: Registry, origin: tuple[Registry, str], store: PackageLocation
 ) -> None:
     sent = copy_package("demo@prod", origin[0], store)
     assert sent.copied_bytes == open_package(origin[0].path_of(origin[1])).manifest.size_bytes
@@ -135,7 +135,7 @@ def test_a_package_goes_to_an_object_store_and_comes_back(
 
 
 def test_a_tag_in_an_object_store_knows_the_package_before(
-    registry: Registry, origin: tuple[Registry, str], store: PackagePlace
+    registry: Registry, origin: tuple[Registry, str], store: PackageLocation
 ) -> None:
     copy_package("demo@prod", origin[0], store)
     newer = put_package(origin[0], seed=8)
@@ -147,7 +147,7 @@ def test_a_tag_in_an_object_store_knows_the_package_before(
 
 
 def test_a_package_is_in_an_object_store_once_all_its_files_are(
-    registry: Registry, origin: tuple[Registry, str], store: PackagePlace, tmp_path: Path
+    registry: Registry, origin: tuple[Registry, str], store: PackageLocation, tmp_path: Path
 ) -> None:
     def interrupt(done: int, total: int) -> None:
         if done == total:
@@ -170,4 +170,4 @@ def test_a_package_is_in_an_object_store_once_all_its_files_are(
 
 def test_an_address_with_a_password_is_refused() -> None:
     with pytest.raises(ConfigError, match="without a password"):
-        open_place("s3://me:secret@bucket/registry")
+        open_location("s3://me:secret@bucket/registry")

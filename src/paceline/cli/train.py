@@ -138,7 +138,8 @@ def _start(
     Args:
         typed: the names of the options on the command line.
     """
-    from paceline.launch.local_run import LocalLauncher, own_environment, refuse_job_options, task_launcher
+    from paceline.launch.local import LocalLauncher
+    from paceline.launch.local_run import own_environment, refuse_job_options, task_launcher
 
     launcher = task_launcher(worker_config.config)
     if isinstance(launcher, LocalLauncher):

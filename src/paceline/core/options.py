@@ -450,7 +450,7 @@ class Changes:
         strategy: what steps in place of the strategy's own class, as ``module:Class``.
         reducer: the engine that sums gradients.
         preparation: changes the task's model before it is trained, as ``module:Class``: a
-            :class:`~paceline.training.preparation.ModelPreparation`.
+            :class:`~paceline.training.hooks.ModelPreparation`.
         outer_optimizer: steps when ranks synchronise, as ``module:Class``; a checkpoint has its state.
         sync_every: steps between synchronisations; a run evaluates and saves after one.
         hooks: what is added to the run, each as ``module:Class``: a :class:`~paceline.training.hooks.RunHook`.

@@ -45,7 +45,7 @@ def _report_lacks(directory: RunDirectory) -> None:
 
 
 class Agent:
-    """A job whose workers are replaced when they die; see :class:`~paceline.launch.supervisor.ProcessGroup`.
+    """A job whose workers are replaced when they die; see :class:`~paceline.launch.local.ProcessGroup`.
 
     Args:
         spec: the job, with its ``job_file`` and ``log_directory``.

@@ -83,7 +83,7 @@ class RunStatus:
     workers: tuple[WorkerStatus, ...]
 
     @property
-    def members(self) -> tuple[WorkerStatus, ...]:
+    def ranks(self) -> tuple[WorkerStatus, ...]:
         """The workers in the group, by rank."""
         return tuple(worker for worker in self.workers if worker.rank is not None)
 
@@ -306,19 +306,19 @@ class ControlApi:
         """
         leader = self._leader()
         planner, beats = leader.planner, leader.beats
-        members = planner.members()
-        other_workers = [worker for worker in planner.workers if worker not in members]
-        steps = {worker: beats[worker].step if worker in beats else -1 for worker in (*members, *other_workers)}
+        in_group = planner.group_workers()
+        other_workers = [worker for worker in planner.workers if worker not in in_group]
+        steps = {worker: beats[worker].step if worker in beats else -1 for worker in (*in_group, *other_workers)}
         return RunStatus(
             generation=-1 if planner.group is None else planner.generation,
             target=planner.target,
             whole=leader.recovery_log.is_whole(planner.group),
             stopping=leader.shutdown.is_final,
             recoveries=leader.failure_policy.recoveries,
-            step=max((steps[worker] for worker in members), default=-1),
+            step=max((steps[worker] for worker in in_group), default=-1),
             workers=tuple(
                 WorkerStatus(
-                    rank=members.index(worker) if worker in members else None,
+                    rank=in_group.index(worker) if worker in in_group else None,
                     local_index=planner.local_index(worker),
                     node=planner.node(worker),
                     pid=self._node.pid_of(worker),

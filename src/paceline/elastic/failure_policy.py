@@ -240,15 +240,15 @@ class FailurePolicy:
                 return True
         if not shared:
             self._exits.append(_exit_of(end))
-        members = () if group is None else group.members
+        workers = () if group is None else group.workers
         self.reason = describe_crash_loop(
             self._directory,
             steps=self.budget.step,
             replacements=self.budget.most,
             how=describe_end(end),
             failure=end.failure,
-            rank=members.index(end.worker) if end.worker in members else None,
-            ranks=len(members) if group is None else group.active,
+            rank=workers.index(end.worker) if end.worker in workers else None,
+            ranks=len(workers) if group is None else group.active,
         )
         return False
 
@@ -295,10 +295,10 @@ class RestartAllPolicy:
         self._generation = -1  # the generation being killed and restarted
         self._counted = -1  # the generation whose fault was counted
 
-    def end(self, generation: int, members: Iterable[int]) -> None:
-        """Kill these members of a group, so that none survives into the next one."""
+    def end(self, generation: int, workers: Iterable[int]) -> None:
+        """Kill these workers of a group, so that none survives into the next one."""
         self._generation = generation
-        self._kill(members, _WITH_PEERS)
+        self._kill(workers, _WITH_PEERS)
 
     def shares_fault(self, end: Ended, generation: int) -> bool:
         """Return whether a worker ended because another member of the current group was lost."""
@@ -367,7 +367,7 @@ class RecoveryLog:
                 "group",
                 generation=group.generation,
                 members=list(local_indices),
-                world_size=len(group.members),
+                world_size=len(group.workers),
                 computing=group.active,
                 nodes=len(set(nodes)),
                 why=self._why,
@@ -388,7 +388,7 @@ class RecoveryLog:
 
     def is_whole(self, group: WorkerGroup | None) -> bool:
         """Return whether all members of the current group have its state."""
-        return group is not None and self._joined >= set(group.members)
+        return group is not None and self._joined >= set(group.workers)
 
     def _since_loss(self) -> float | None:
         return None if self._lost_at is None else round(time.monotonic() - self._lost_at, 4)

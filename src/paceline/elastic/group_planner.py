@@ -10,7 +10,7 @@ from typing import Literal
 # --- Worker groups, and the actions of a :class:`~paceline.elastic.group_planner.GroupPlanner`. No torch ---
 
 
-Status = Literal["starting", "waiting", "member"]
+Status = Literal["starting", "waiting", "in_group"]
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class WorkerGroup:
 
     Attributes:
         generation: rises by one with every group.
-        members: worker ids, by rank.
+        workers: their ids, by rank.
         active: number of members, from rank 0 on, that compute micro-batches; the others are spares.
     """
 
     generation: int
-    members: tuple[int, ...]
+    workers: tuple[int, ...]
     active: int
 
 
@@ -56,7 +56,7 @@ class BreakGroup:
     """Tell these members that the group is broken, in case they have not noticed."""
 
     generation: int
-    members: tuple[int, ...]
+    workers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class WorkerState:
 # --- The membership protocol of the leading agent, as a pure state machine: events in, actions out ---
 #
 # A *group* is one generation: a number and its members, in the order of their ranks. A worker is *starting* until it
-# first requests a group, then *waiting* until it is in one, then a *member*. A group is broken once a member has died
+# first requests a group, then *waiting* until it is in one, then *in a group*. A group is broken once a member has died
 # or left. Every living member then leaves it too (all see a lost peer) and requests a new one, and the next generation
 # is formed of all waiting workers: survivors first, in their old order, so that rank 0 has the state, then newcomers.
 # Without survivors the next group waits for all, like the first. No group is formed while a living member of the last
@@ -159,7 +159,7 @@ class GroupPlanner:
         """Record another leader's group; later ones get higher numbers."""
         if generation > self.generation:
             if self.group is not None and self._invalid_generation == self.group.generation:
-                self.group = WorkerGroup(generation, self.group.members, 0)
+                self.group = WorkerGroup(generation, self.group.workers, 0)
                 self._invalid_generation = generation
             self.generation = generation
 
@@ -193,11 +193,11 @@ class GroupPlanner:
         for worker, state in (workers or {}).items():
             self._workers[worker] = _Worker(node, state.local_index, state.status)
             if (
-                state.status == "member"
+                state.status == "in_group"
                 and self.group is not None
                 and self._invalid_generation == self.group.generation
             ):
-                self.group = WorkerGroup(self.generation, (*self.group.members, worker), 0)
+                self.group = WorkerGroup(self.generation, (*self.group.workers, worker), 0)
                 self._broken = min(self._broken, self.generation - 1)
         return self._decide()
 
@@ -213,7 +213,7 @@ class GroupPlanner:
 
     def gather(self) -> list[Action]:
         """Make the next group wait for all workers; leave a healthy but incomplete one."""
-        self.wait_for_all = len(self.members()) < self._full
+        self.wait_for_all = len(self.group_workers()) < self._full
         return self._decide()
 
     def exclude(self, nodes: frozenset[str]) -> list[Action]:
@@ -261,42 +261,42 @@ class GroupPlanner:
     @property
     def nodes_acting(self) -> frozenset[str]:
         """The nodes with workers that may act in a group."""
-        return frozenset(w.node for w in self._workers.values() if w.status == "member")
+        return frozenset(w.node for w in self._workers.values() if w.status == "in_group")
 
     @property
     def nodes_next(self) -> frozenset[str]:
         """The nodes of the next group's members, as far as these have started."""
-        statuses: tuple[Status, ...] = ("waiting", "member")
+        statuses: tuple[Status, ...] = ("waiting", "in_group")
         # Of too many workers those are members that come first, whichever of them has started first.
-        chosen = self._next_members(("starting", *statuses) if self._waits_for_all else statuses)
+        chosen = self._choose_workers(("starting", *statuses) if self._waits_for_all else statuses)
         return frozenset(self._workers[w].node for w in chosen if self._workers[w].status != "starting")
 
     @property
     def _waits_for_all(self) -> bool:
-        return self.wait_for_all or not self.members()
+        return self.wait_for_all or not self.group_workers()
 
     def is_leaving(self, node: str) -> bool:
         """Return whether a node should have no worker, and none of its workers may act in a group."""
         return self.nodes.get(node) == 0 and node not in self.nodes_acting
 
-    def members(self) -> tuple[int, ...]:
+    def group_workers(self) -> tuple[int, ...]:
         """Return the living members of the current group, by rank."""
-        return () if self.group is None else tuple(w for w in self.group.members if w in self._workers)
+        return () if self.group is None else tuple(w for w in self.group.workers if w in self._workers)
 
     def _decide(self, *, forms: bool = False) -> list[Action]:
         actions: list[Action] = self._staff()
-        members = self.members()
-        if self.group is not None and not self._is_broken(members):
-            self._ask_for_change(members, actions)
+        in_group = self.group_workers()
+        if self.group is not None and not self._is_broken(in_group):
+            self._ask_for_change(in_group, actions)
             return actions
-        acting = [w for w in members if self._workers[w].status == "member"]
+        acting = [w for w in in_group if self._workers[w].status == "in_group"]
         if acting:
             if self.group is not None and self._broken < self.group.generation:
                 self._broken = self.group.generation
                 actions.append(BreakGroup(self.group.generation, tuple(acting)))
             return actions
         if forms and not self.lacks_nodes:
-            self._form(members, actions)
+            self._form(in_group, actions)
         return actions
 
     @property
@@ -311,7 +311,7 @@ class GroupPlanner:
         only when the next group forms without it, because it is still needed if others die before.
         """
         actions: list[Action] = []
-        members = self.members()
+        in_group = self.group_workers()
         for node, wanted in self._wanted().items():
             workers_here = [w for w in self.workers if self.node(w) == node and not self._workers[w].is_told]
             for _ in range(wanted - len(workers_here) if self.may_spawn else 0):
@@ -321,11 +321,11 @@ class GroupPlanner:
                 actions.append(Start(self._next_worker, node, local_index))
                 workers_here.append(self._next_worker)
                 self._next_worker += 1
-            rank_of = {worker: rank for rank, worker in enumerate(members)}
-            workers_here.sort(key=lambda w: (rank_of.get(w, len(members)), self._workers[w].status == "starting"))
+            rank_of = {worker: rank for rank, worker in enumerate(in_group)}
+            workers_here.sort(key=lambda w: (rank_of.get(w, len(in_group)), self._workers[w].status == "starting"))
             for position, worker in enumerate(workers_here):
                 self._workers[worker].retiring = position >= wanted
-                if self._workers[worker].retiring and worker not in members:
+                if self._workers[worker].retiring and worker not in in_group:
                     actions.append(self._retire(worker))
         return actions
 
@@ -341,20 +341,20 @@ class GroupPlanner:
             wanted[node] += 1
         return wanted
 
-    def _is_broken(self, members: tuple[int, ...]) -> bool:
+    def _is_broken(self, in_group: tuple[int, ...]) -> bool:
         assert self.group is not None
         if self._invalid_generation == self.group.generation:
             return True
-        lost = [w for w in self.group.members if w not in members and w not in self._done]
-        is_excluded = any(self.node(w) in self.excluded for w in members)
-        return bool(lost) or is_excluded or any(self._workers[w].status == "waiting" for w in members)
+        lost = [w for w in self.group.workers if w not in in_group and w not in self._done]
+        is_excluded = any(self.node(w) in self.excluded for w in in_group)
+        return bool(lost) or is_excluded or any(self._workers[w].status == "waiting" for w in in_group)
 
-    def _ask_for_change(self, members: tuple[int, ...], actions: list[Action]) -> None:
+    def _ask_for_change(self, in_group: tuple[int, ...], actions: list[Action]) -> None:
         """Request a re-form of a healthy group if workers wait to join or should leave."""
         assert self.group is not None
-        joining = [w for w in self._eligible(("waiting",)) if w not in members]
-        vacancies = self.max_workers + self.spares - len(members)
-        leaving = any(self._workers[w].retiring for w in members)
+        joining = [w for w in self._eligible(("waiting",)) if w not in in_group]
+        vacancies = self.max_workers + self.spares - len(in_group)
+        leaving = any(self._workers[w].retiring for w in in_group)
         changes = (joining and vacancies > 0) or leaving or self.wait_for_all
         if self._reform_requested < self.group.generation and changes:
             self._reform_requested = self.group.generation
@@ -362,25 +362,27 @@ class GroupPlanner:
 
     def _form(self, survivors: tuple[int, ...], actions: list[Action]) -> None:
         """Form the next group of all waiting workers, unless it must wait for more."""
-        next_members = self._next_members(("starting", "waiting", "member") if self._waits_for_all else ("waiting",))
-        if any(self._workers[w].status != "waiting" for w in next_members):
+        next_workers = self._choose_workers(
+            ("starting", "waiting", "in_group") if self._waits_for_all else ("waiting",)
+        )
+        if any(self._workers[w].status != "waiting" for w in next_workers):
             return
         for worker in survivors:
             if self._workers[worker].retiring:
                 actions.append(self._retire(worker))
-        if not next_members:
+        if not next_workers:
             return
         self.wait_for_all = False
         self.generation += 1
-        num_active = max(1, min(len(next_members), sum(self.nodes.values()) + self._vacant, self.max_workers))
-        self.group = WorkerGroup(self.generation, next_members, num_active)
-        for worker in next_members:
-            self._workers[worker].status = "member"
+        num_active = max(1, min(len(next_workers), sum(self.nodes.values()) + self._vacant, self.max_workers))
+        self.group = WorkerGroup(self.generation, next_workers, num_active)
+        for worker in next_workers:
+            self._workers[worker].status = "in_group"
         actions.append(FormGroup(self.group))
 
-    def _next_members(self, statuses: tuple[Status, ...]) -> tuple[int, ...]:
+    def _choose_workers(self, statuses: tuple[Status, ...]) -> tuple[int, ...]:
         """Return survivors of the current group in their order, then other workers, up to the maximum."""
-        eligible, survivors = self._eligible(statuses), self.members()
+        eligible, survivors = self._eligible(statuses), self.group_workers()
         order = [w for w in survivors if w in eligible] + [w for w in eligible if w not in survivors]
         return tuple(order[: self.max_workers + self.spares])
 

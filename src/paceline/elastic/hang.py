@@ -339,7 +339,7 @@ class HangDetector:
 
     def beats(self, worker: int, *, overdue: bool) -> None:
         """Record a heartbeat."""
-        if overdue and self._answers is None and self._group is not None and worker in self._group.members:
+        if overdue and self._answers is None and self._group is not None and worker in self._group.workers:
             self._due = min(self._due, max(time.monotonic(), self._patient_until))
 
     def answers(self, worker: int, snapshot: StallSnapshot) -> None:
@@ -347,7 +347,7 @@ class HangDetector:
         if self._answers is None or self._group is None or snapshot.generation != self._group.generation:
             return
         self._answers[worker] = snapshot
-        if self._answers.keys() >= set(self._group.members) - self._finished:
+        if self._answers.keys() >= set(self._group.workers) - self._finished:
             self._due = time.monotonic()
 
     def poll(self) -> AskWorkers | Hang | None:
@@ -358,14 +358,14 @@ class HangDetector:
         if self._answers is None:
             self._answers = {}
             self._due = now + _ANSWER_S
-            return AskWorkers(self._group.members)
-        members, answers = self._group.members, self._answers
+            return AskWorkers(self._group.workers)
+        workers, answers = self._group.workers, self._answers
         self._answers = None
         self._due = math.inf
         self._patient_until = now + _PAUSE_S
         reports = [
             answers.get(worker) or (ExitedRank(rank) if worker in self._finished else NoResponse(rank))
-            for rank, worker in enumerate(members)
+            for rank, worker in enumerate(workers)
         ]
         verdict = diagnose(reports, self._nodes)
         if not verdict.certain:
@@ -376,7 +376,7 @@ class HangDetector:
         self._do(partial(record_hang, self._directory, folder, verdict, reports))
         return Hang(
             f"{verdict.sentence}. All stacks: {folder}",
-            {members[rank]: reason for rank, reason in verdict.reasons.items()},
+            {workers[rank]: reason for rank, reason in verdict.reasons.items()},
         )
 
     def _record_slow(self, verdict: HangVerdict, now: float) -> None:

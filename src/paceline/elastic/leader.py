@@ -97,11 +97,11 @@ class WorkerPool:
         self._took_part.update(nodes)
         workers_on: Counter[str] = Counter(nodes)
         assigned_on: Counter[str] = Counter()
-        for rank, (worker, node) in enumerate(zip(group.members, nodes, strict=True)):
+        for rank, (worker, node) in enumerate(zip(group.workers, nodes, strict=True)):
             assignment = Assignment(
                 generation=group.generation,
                 rank=rank,
-                world_size=len(group.members),
+                world_size=len(group.workers),
                 local_rank=assigned_on[node],
                 local_world_size=workers_on[node],
                 active=group.active,
@@ -113,7 +113,7 @@ class WorkerPool:
 
     def nodes_of(self, group: WorkerGroup) -> list[str]:
         """Return the nodes of a group's members, by rank."""
-        return [self._planner.node(worker) for worker in group.members]
+        return [self._planner.node(worker) for worker in group.workers]
 
     def kill(self, workers: Iterable[int], why: str) -> None:
         """Fence workers that have not ended."""
@@ -341,7 +341,7 @@ class JobLeader:
             case StallSnapshot():
                 self._hangs.answers(worker, message)
             case Ready(_, why):
-                if worker in self.planner.members():
+                if worker in self.planner.group_workers():
                     self.recovery_log.lost()
                 self.recovery_log.left(why)
                 if self._spec.recovery.recover == "restart" and self._has_lost_a_peer(worker):
@@ -358,7 +358,7 @@ class JobLeader:
     def _has_lost_a_peer(self, worker: int) -> bool:
         """Return whether a worker has left the current group without a request."""
         without_request = not self.recovery_log.was_asked_to_reform(self.planner.generation)
-        return self.planner.may_spawn and worker in self.planner.members() and without_request
+        return self.planner.may_spawn and worker in self.planner.group_workers() and without_request
 
     def ended(self, end: Ended) -> None:
         """Handle the end of a worker's process."""
@@ -376,7 +376,7 @@ class JobLeader:
             case "done":
                 self._hangs.finishes(end.worker)
                 self._do(self.planner.done(end.worker))
-                if not self.planner.members():
+                if not self.planner.group_workers():
                     # Only spares are left, without work.
                     self.shutdown.kill_all()
                 return
@@ -392,14 +392,14 @@ class JobLeader:
     def _fault(self, end: Ended) -> None:
         generation, again = self.planner.generation, False
         shared = self._restart.shares_fault(end, generation)
-        if self._spec.recovery.recover == "restart" and end.worker in self.planner.members():
+        if self._spec.recovery.recover == "restart" and end.worker in self.planner.group_workers():
             # A peer may report a fault, and all may be killed, before the root-cause worker has ended.
             again = not self._restart.counts(generation)
         if shared and again:
             return
         if not shared:
             self.recovery_log.hit()
-            if end.worker in self.planner.members():
+            if end.worker in self.planner.group_workers():
                 # A silent member was lost at its last message, not at its node's timeout.
                 self.recovery_log.lost(time.monotonic() - (end.silent_s if end.killed else 0.0))
             self.recovery_log.record("fault", slot=end.local_index, pid=end.pid, how=describe_end(end), step=end.step)
@@ -451,26 +451,26 @@ class JobLeader:
                     self._form(group)
                 case RequestReform(group):
                     self.recovery_log.asked_to_reform(group.generation)
-                    self._pool.send(group.members, ReformRequest(group.generation))
-                case BreakGroup(generation, members):
-                    self._break(generation, members)
+                    self._pool.send(group.workers, ReformRequest(group.generation))
+                case BreakGroup(generation, workers):
+                    self._break(generation, workers)
                 case StopWorker(worker):
                     self._pool.send((worker,), ExitRequest())
 
-    def _break(self, generation: int, members: tuple[int, ...]) -> None:
+    def _break(self, generation: int, workers: tuple[int, ...]) -> None:
         self.recovery_log.lost()
         self._hangs.forget()
         # Closing the store frees members that wait in it for a lost one.
         self._here.close_store(generation)
         if self._spec.recovery.recover == "inplace":
-            self._pool.send(members, GroupBroken(generation))
+            self._pool.send(workers, GroupBroken(generation))
         elif not self._culprit_is_to_come:
-            self._restart.end(generation, members)
+            self._restart.end(generation, workers)
 
     def _form(self, group: WorkerGroup) -> None:
         nodes = self._pool.nodes_of(group)
-        local_indices = [self.planner.local_index(worker) for worker in group.members]
-        step = max(self._step_of(worker) for worker in group.members)
+        local_indices = [self.planner.local_index(worker) for worker in group.workers]
+        step = max(self._step_of(worker) for worker in group.workers)
         self._here.close_store(group.generation - 1)
         self.recovery_log.formed(group, local_indices, nodes, step)
         self._hangs.forms(group, nodes)

@@ -235,12 +235,12 @@ class WorkerProcess:
     def _extend_deadline(self, heartbeat_s: float) -> None:
         if self.beats and not self.ending and not self.killed:
             self._expected = "answer"
-            self._limit_s = heartbeat_s if self.status == "member" else _START_S
+            self._limit_s = heartbeat_s if self.status == "in_group" else _START_S
             self._expected_by = time.monotonic() + self._limit_s
 
     def enter_group(self, generation: int, heartbeat_s: float) -> None:
         """Record that it is in a group, where others wait for it."""
-        self.status = "member"
+        self.status = "in_group"
         self.generation = generation
         self._leave_by = math.inf
         self._extend_deadline(heartbeat_s)

@@ -1,31 +1,143 @@
-"""``--on inprocess`` and ``spawn``: processes on this node; the same command runs on each other node."""
+"""``--on inprocess`` and ``spawn``: processes on this node; and handles of jobs that a process of this node watches."""
 
 from __future__ import annotations
 
+import dataclasses
+import json as json_module
 import os
 import runpy
 import shlex
+import signal
+import socket
 import sys
+import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
+from typing import Any, Protocol
+
+import psutil
 
 from paceline.core.environment import JOB_ID, LISTEN_FD, Environment, parse_endpoint, patch_environ
-from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.job import Command, LaunchSpec, split_python
-from paceline.launch.launcher import RenderedJob
-from paceline.launch.local_run import LocalLauncher, bound_loopback_socket, free_master_port
-from paceline.launch.options import RendezvousOptions
+from paceline.core.errors import ConfigError, LaunchError, PacelineError
+from paceline.core.files import write_atomically
+from paceline.core.job import Command, LaunchSpec, Placement, WorkerConfig, split_python
+from paceline.launch.job_logs import follow_files
+from paceline.launch.launcher import (
+    JobHandle,
+    JobStatus,
+    Launcher,
+    RecordedJob,
+    RenderedJob,
+    find_preflight,
+    refuse_unsupported,
+)
+from paceline.launch.local_run import (
+    bound_loopback_socket,
+    free_master_port,
+    prepare_local_run,
+    processes_here,
+    refuse_job_options,
+)
+from paceline.launch.options import JobOptions, RendezvousOptions
 from paceline.launch.rank_variables import (
     env_style_variables,
     expand_placeholders,
     find_framework,
     has_placeholders,
     interface_variables,
+    names_port,
 )
-from paceline.launch.supervisor import ProcessGroup, SupervisedJob
+from paceline.launch.supervisor import SupervisedJob
+from paceline.runs.failures import STOPPED
+
+# --- The launchers of this node ---
+
+
+class LocalLauncher(Launcher):
+    """Starts the processes of one node: this one."""
+
+    attached = True
+    preallocated = True
+
+    def start_task(
+        self, worker_config: WorkerConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool
+    ) -> int:
+        """Train the task with processes of this node; with ``json`` print its result."""
+        refuse_job_options(worker_config.config.processes.on, options, own)
+        run = prepare_local_run(self, worker_config, reserve=not dry_run)
+        checks = run.preflight(worker_config.config.processes.nproc) if options.preflight else None
+        if dry_run:
+            print(run.description(checks, json=json), end="")
+            return 0
+        if checks is not None:
+            code, interface = find_preflight().run_before(checks)
+            if code:
+                if worker_config.config.records.run_dir is None:
+                    with suppress(OSError):  # a rank that was killed leaves its mark there
+                        run.directory.path.rmdir()
+                return code
+            run = run.on_interface(interface)
+        code = run.launch()
+        if code == 0 and json:
+            print(json_module.dumps(run.directory.read_result()), flush=True)
+        return code
+
+    def resolve_sizes(
+        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: RendezvousOptions | None
+    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
+        """Return, for ``--nproc auto``, a process for each GPU of this node, else for each core."""
+        return nodes, nproc or (processes_here(),)
+
+    def render(self, spec: LaunchSpec, options: RendezvousOptions | None = None) -> RenderedJob:
+        refuse_unsupported(spec, self.name, resources=True, walltime=True)
+        spec = self._with_placement(spec, options)
+        return RenderedJob(spec=spec, options=options, commands=self._commands(spec, options))
+
+    def submit(self, rendered: RenderedJob) -> ForegroundJob:
+        spec = rendered.spec
+        return ForegroundJob(self._start(rendered), spec.directory if spec.is_recorded else None)
+
+    def reopen(self, reference: Mapping[str, Any]) -> BackgroundJob:
+        return BackgroundJob(reference)
+
+    @abstractmethod
+    def _commands(self, spec: LaunchSpec, options: RendezvousOptions | None) -> tuple[Command, ...]:
+        """Render the processes of a job whose place is known."""
+
+    @abstractmethod
+    def _start(self, rendered: RenderedJob) -> ProcessGroup:
+        """Start the processes."""
+
+    def _with_placement(self, spec: LaunchSpec, options: RendezvousOptions | None) -> LaunchSpec:
+        """Return the job with this node's place in it."""
+        least, most = spec.nodes
+        placement: RendezvousOptions | Placement = options or spec.placement
+        if most > least and self.name != "torchrun" and spec.recovery.recover == "none":
+            raise ConfigError(
+                f"--nodes {least}:{most}: the number of nodes is fixed here. Give one number, or use --on torchrun."
+            )
+        if most > 1 and placement.rdzv_endpoint is None and not spec.placement.joins:
+            raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of node 0.")
+        if len(spec.nproc) > 1 and placement.node_rank is None:
+            raise ConfigError("--nproc with a list needs --node-rank, which says which node this is.")
+        if options is not None:
+            endpoint = options.rdzv_endpoint
+            here = dataclasses.replace(
+                spec.placement, node_rank=options.node_rank, rdzv_endpoint=endpoint, rdzv_id=options.rdzv_id
+            )
+            spec = dataclasses.replace(spec, placement=here)
+            if endpoint is not None:
+                parse_endpoint(endpoint, "--rdzv-endpoint")
+        needs_port = spec.placement.rdzv_endpoint is None and spec.master_port is None and not spec.is_task
+        if needs_port and names_port(spec.command):
+            spec = dataclasses.replace(spec, master_port=free_master_port(spec.env_style, spec.local_world_size))
+        return spec
+
 
 # --- A job's processes on this node: described, rendered as text, started ---
 
@@ -254,4 +366,197 @@ def _forkserver(spec: LaunchSpec) -> Command:
         title=f"forks {spec.local_world_size} workers of {spec.job_file}, and replaces those that die",
         argv=(spec.command[0], "-P", "-m", "paceline.training.worker"),
         env={**spec.thread_variables(), **spec.env},
+    )
+
+
+# --- Jobs that end with the command that started them: mpirun, ssh, processes here ---
+
+
+EXIT_CODE = "exit-code"
+"""A file in a job's directory: written when the job has ended."""
+
+OUTPUT = "output.log"
+"""A file in a job's directory: the output of a detached job."""
+
+_ASKED = "asked-to-end"
+"""A file in a job's directory: it was cancelled once."""
+
+_POLL_S = 0.2
+
+
+class ProcessGroup(Protocol):
+    """The processes of a job that this process has started, and watches."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids of the running ones."""
+
+    def wait(self) -> int:
+        """Return the job's exit code: 0, that of the first failed rank, or 75 or 130 after a requested stop."""
+
+    def cancel(self) -> None:
+        """Request a stop, and kill remaining processes after the grace period; :meth:`wait` then returns."""
+
+
+class ForegroundJob(JobHandle):
+    """A job that this process supervises.
+
+    Args:
+        directory: keeps the exit code for other commands; None: no other command knows of the job.
+    """
+
+    def __init__(self, processes: ProcessGroup, directory: Path | None) -> None:
+        self._processes = processes
+        self._directory = directory
+        self._code: int | None = None
+        if directory is not None:
+            for name in (EXIT_CODE, _ASKED):
+                with suppress(OSError):  # of the run's last job, which other nodes would read as this one's
+                    (directory / name).unlink(missing_ok=True)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return self._processes.pids
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        """This process, which the job ends with."""
+        pid = os.getpid()
+        return {"id": str(pid), **process_reference(pid), "directory": str(self._directory)}
+
+    def status(self) -> JobStatus:
+        """Running, until :meth:`wait` has returned."""
+        return ended_status(self._code) if self._code is not None else JobStatus(state="running")
+
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        """Nothing: the job prints where this process does."""
+        return iter(())
+
+    def cancel(self) -> None:
+        self._processes.cancel()
+
+    def wait(self) -> int:
+        try:
+            code = self._processes.wait()
+        except BaseException as error:  # of a script in this process, whose end it is
+            code = 130 if isinstance(error, KeyboardInterrupt) else 1
+            self.ended_with(error.exit_code if isinstance(error, PacelineError) else code)
+            raise
+        return self.ended_with(code)
+
+    def ended_with(self, code: int) -> int:
+        """Keep the exit code for other commands."""
+        self._code = code
+        if self._directory is not None:
+            with suppress(OSError):
+                write_atomically(self._directory / EXIT_CODE, f"{self._code}\n".encode())
+        return self._code
+
+
+class BackgroundJob(RecordedJob):
+    """A job that another process supervises."""
+
+    def __init__(self, reference: Mapping[str, Any]) -> None:
+        super().__init__(reference)
+        self._directory = Path(reference["directory"])
+
+    def status(self) -> JobStatus:
+        """Running while its process does; then what it has left."""
+        status = process_status(self._reference)
+        if status.state != "running":
+            with suppress(OSError, ValueError):
+                return ended_status(int((self._directory / EXIT_CODE).read_text()))
+        return status
+
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        ended = (lambda: self.status().ended) if follow else None
+        yield from follow_files(lambda: [self._directory / OUTPUT], ended=ended)
+
+    def cancel(self) -> None:
+        """Ask its process to end all that it has started; a second call has it kill what does not end.
+
+        Raises:
+            LaunchError: it is not one of this machine's.
+        """
+        process = process_to_end(self._reference, self.status())
+        asked = self._directory / _ASKED
+        if process is not None:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGINT if asked.exists() else signal.SIGTERM)
+            with suppress(OSError):
+                asked.touch()
+
+    def wait(self) -> int:
+        """Wait for the process to end."""
+        while not (status := self.status()).ended:
+            if status.state == "unknown":
+                raise LaunchError(f"{status.detail}. Wait for it there.")
+            time.sleep(_POLL_S)
+        return 1 if status.exit_code is None else status.exit_code
+
+
+def process_reference(pid: int) -> dict[str, Any]:
+    """Return the identification of a process of this machine, also for times when its number means another or none.
+
+    Raises:
+        psutil.NoSuchProcess: it has ended.
+    """
+    created = psutil.Process(pid).create_time()
+    return {"pid": pid, "created": created, "host": socket.gethostname(), **_process_table()}
+
+
+def _process_table() -> dict[str, str]:
+    """Return the scope of a process's number: one kernel, and one container."""
+    return {
+        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "pid_namespace": os.readlink("/proc/self/ns/pid"),
+    }
+
+
+def process_status(reference: Mapping[str, Any]) -> JobStatus:
+    """Return the status of a process from the process table; unknown if that is another machine's."""
+    if recorded_process(reference) is not None:
+        return JobStatus(state="running", detail=f"process {reference['pid']}")
+    here, host = _process_table(), reference.get("host")
+    if host is None:  # recorded before machines were
+        detail = f"there is no process {reference['pid']} here, but there may be on another machine"
+        return JobStatus(state="unknown", detail=detail)
+    if all(reference[name] == value for name, value in here.items()):
+        return JobStatus(state="failed", detail="its process is gone, and left no exit code")
+    if host != socket.gethostname():
+        return JobStatus(state="unknown", detail=f"it runs on {host}")
+    if reference["pid_namespace"] == here["pid_namespace"]:
+        return JobStatus(state="failed", detail=f"{host} was restarted, and it left no exit code")
+    return JobStatus(state="unknown", detail=f"it runs in another container of {host}")
+
+
+def recorded_process(reference: Mapping[str, Any]) -> psutil.Process | None:
+    """Return the process of a reference, unless its number is another's: it has ended, or is elsewhere."""
+    if any(reference.get(name, value) != value for name, value in _process_table().items()):
+        return None
+    try:
+        process = psutil.Process(int(reference["pid"]))
+        same = abs(process.create_time() - float(reference["created"])) < 0.02
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def process_to_end(reference: Mapping[str, Any], status: JobStatus) -> psutil.Process | None:
+    """Return the process of a job to cancel; None if it has ended."""
+    if status.state == "unknown":
+        raise LaunchError(f"{status.detail}. Cancel it there.")
+    return recorded_process(reference)
+
+
+def ended_status(code: int, restarts: int = 0) -> JobStatus:
+    """Return the status of a job that has ended with an exit code: stopped ones were cancelled."""
+    if code == 0:
+        return JobStatus(state="succeeded", exit_code=0, restarts=restarts)
+    stopped = code in (*STOPPED, 128 + signal.SIGTERM)
+    return JobStatus(
+        state="cancelled" if stopped else "failed",
+        detail=f"exit code {code}",
+        exit_code=code,
+        restarts=restarts,
     )

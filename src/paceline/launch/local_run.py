@@ -8,19 +8,18 @@ import json as json_module
 import os
 import socket
 import sys
-from abc import abstractmethod
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from paceline.core.config import RunConfig, config_from_mapping, merge_resumed_options
-from paceline.core.environment import Environment, detect_environment, parse_endpoint, without_rank_variables
+from paceline.core.environment import Environment, detect_environment, without_rank_variables
 from paceline.core.errors import ConfigError
 from paceline.core.files import write_atomically
 from paceline.core.gpus import preferred_device, visible_gpus
-from paceline.core.job import Command, Placement, Recovery, RecoveryPolicy, WorkerConfig, default_run_path
+from paceline.core.job import Placement, Recovery, RecoveryPolicy, WorkerConfig, default_run_path
 from paceline.core.options import flag
 from paceline.core.plugins import import_object
 from paceline.core.sockets import require_loopback
@@ -35,96 +34,11 @@ from paceline.launch.launcher import (
     RenderedJob,
     find_preflight,
     get_launcher,
-    refuse_unsupported,
 )
-from paceline.launch.options import JobOptions, RendezvousOptions
-from paceline.launch.rank_variables import find_framework, names_port
-from paceline.launch.supervisor import BackgroundJob, ForegroundJob, ProcessGroup
+from paceline.launch.options import JobOptions
+from paceline.launch.rank_variables import find_framework
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED, NodeRemovedError, describe_stop
-
-# --- The launchers of this node ---
-
-
-class LocalLauncher(Launcher):
-    """Starts the processes of one node: this one."""
-
-    attached = True
-    preallocated = True
-
-    def start_task(
-        self, worker_config: WorkerConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool
-    ) -> int:
-        """Train the task with processes of this node; with ``json`` print its result."""
-        refuse_job_options(worker_config.config.processes.on, options, own)
-        run = prepare_local_run(self, worker_config, reserve=not dry_run)
-        checks = run.preflight(worker_config.config.processes.nproc) if options.preflight else None
-        if dry_run:
-            print(run.description(checks, json=json), end="")
-            return 0
-        if checks is not None:
-            code, interface = find_preflight().run_before(checks)
-            if code:
-                if worker_config.config.records.run_dir is None:
-                    with suppress(OSError):  # a rank that was killed leaves its mark there
-                        run.directory.path.rmdir()
-                return code
-            run = run.on_interface(interface)
-        code = run.launch()
-        if code == 0 and json:
-            print(json_module.dumps(run.directory.read_result()), flush=True)
-        return code
-
-    def resolve_sizes(
-        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: RendezvousOptions | None
-    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
-        """Return, for ``--nproc auto``, a process for each GPU of this node, else for each core."""
-        return nodes, nproc or (processes_here(),)
-
-    def render(self, spec: LaunchSpec, options: RendezvousOptions | None = None) -> RenderedJob:
-        refuse_unsupported(spec, self.name, resources=True, walltime=True)
-        spec = self._with_placement(spec, options)
-        return RenderedJob(spec=spec, options=options, commands=self._commands(spec, options))
-
-    def submit(self, rendered: RenderedJob) -> ForegroundJob:
-        spec = rendered.spec
-        return ForegroundJob(self._start(rendered), spec.directory if spec.is_recorded else None)
-
-    def reopen(self, reference: Mapping[str, Any]) -> BackgroundJob:
-        return BackgroundJob(reference)
-
-    @abstractmethod
-    def _commands(self, spec: LaunchSpec, options: RendezvousOptions | None) -> tuple[Command, ...]:
-        """Render the processes of a job whose place is known."""
-
-    @abstractmethod
-    def _start(self, rendered: RenderedJob) -> ProcessGroup:
-        """Start the processes."""
-
-    def _with_placement(self, spec: LaunchSpec, options: RendezvousOptions | None) -> LaunchSpec:
-        """Return the job with this node's place in it."""
-        least, most = spec.nodes
-        placement: RendezvousOptions | Placement = options or spec.placement
-        if most > least and self.name != "torchrun" and spec.recovery.recover == "none":
-            raise ConfigError(
-                f"--nodes {least}:{most}: the number of nodes is fixed here. Give one number, or use --on torchrun."
-            )
-        if most > 1 and placement.rdzv_endpoint is None and not spec.placement.joins:
-            raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of node 0.")
-        if len(spec.nproc) > 1 and placement.node_rank is None:
-            raise ConfigError("--nproc with a list needs --node-rank, which says which node this is.")
-        if options is not None:
-            endpoint = options.rdzv_endpoint
-            here = dataclasses.replace(
-                spec.placement, node_rank=options.node_rank, rdzv_endpoint=endpoint, rdzv_id=options.rdzv_id
-            )
-            spec = dataclasses.replace(spec, placement=here)
-            if endpoint is not None:
-                parse_endpoint(endpoint, "--rdzv-endpoint")
-        needs_port = spec.placement.rdzv_endpoint is None and spec.master_port is None and not spec.is_task
-        if needs_port and names_port(spec.command):
-            spec = dataclasses.replace(spec, master_port=free_master_port(spec.env_style, spec.local_world_size))
-        return spec
 
 
 def processes_here() -> int:

@@ -25,10 +25,11 @@ from paceline.launch.launcher import (
     option,
     refuse_unsupported,
 )
+from paceline.launch.local import ForegroundJob
 from paceline.launch.rank import rank_command
 from paceline.launch.rank_variables import has_placeholders, interface_variables
 from paceline.launch.submit import MachinesLauncher
-from paceline.launch.supervisor import ForegroundJob, RankStarter, SupervisedJob
+from paceline.launch.supervisor import RankStarter, SupervisedJob
 
 # --- What mpirun and horovodrun have in common: they start every rank themselves, on a list of machines ---
 

@@ -30,6 +30,7 @@ from paceline.launch.launcher import (
     State,
     refuse_unsupported,
 )
+from paceline.launch.local import EXIT_CODE, BackgroundJob, ForegroundJob
 from paceline.launch.options import SlurmOptions
 from paceline.launch.slurm_script import (
     ARRAY_INDEX,
@@ -43,7 +44,7 @@ from paceline.launch.slurm_script import (
 )
 from paceline.launch.status_poller import PolledJob
 from paceline.launch.submit import ClusterLauncher
-from paceline.launch.supervisor import EXIT_CODE, BackgroundJob, ForegroundJob, RankStarter, SupervisedJob
+from paceline.launch.supervisor import RankStarter, SupervisedJob
 
 # --- Slurm's own commands, and what their refusals mean for our options ---
 

@@ -14,11 +14,11 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import parse_duration_s
 from paceline.core.plugins import import_object
 from paceline.launch.launcher import LaunchSpec, RankLauncher
+from paceline.launch.local import EXIT_CODE
 from paceline.launch.mpi import command_of_a_rank, mpirun_in_allocation
 from paceline.launch.node import node_command
 from paceline.launch.rank import rank_command
 from paceline.launch.stop_codes import STOP_CODES, stop_codes_command
-from paceline.launch.supervisor import EXIT_CODE
 
 if TYPE_CHECKING:
     from paceline.launch.options import SlurmOptions

@@ -37,10 +37,10 @@ from paceline.launch.launcher import (
     option,
     refuse_unsupported,
 )
+from paceline.launch.local import ForegroundJob
 from paceline.launch.node import node_command
 from paceline.launch.ssh_remote import READY
 from paceline.launch.submit import MachinesLauncher
-from paceline.launch.supervisor import ForegroundJob
 from paceline.runs.failures import STOPPED
 
 # --- One remote machine: the ssh client, and its messages ---

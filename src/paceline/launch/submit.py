@@ -45,9 +45,9 @@ from paceline.launch.launcher import (
     find_preflight,
     get_launcher,
 )
+from paceline.launch.local import OUTPUT, BackgroundJob
 from paceline.launch.local_run import check_task
 from paceline.launch.options import TORCHRUN_EQUALS, TORCHRUN_OTHERS, JobOptions, make_options
-from paceline.launch.supervisor import OUTPUT, BackgroundJob
 
 # --- The launchers of clusters ---
 

@@ -9,28 +9,23 @@ import secrets
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
 
 import psutil
 
 from paceline.core import parent_death
-from paceline.core.errors import LaunchError, PacelineError
-from paceline.core.files import write_atomically
+from paceline.core.errors import LaunchError
 from paceline.core.job import Command
 from paceline.core.owned_names import remove_leftovers
 from paceline.core.parent_death import set_child_subreaper
 from paceline.core.signals import STOP_SIGNALS, StopRequests, forwarded_signal, handle_signals
-from paceline.launch.job_logs import follow_files
-from paceline.launch.launcher import JobHandle, JobStatus, RecordedJob
 from paceline.launch.rank_output import RankOutputs, shared_outputs
 from paceline.launch.torchrun_agent import RANK_OUTPUTS
 from paceline.runs.directory import RunDirectory
@@ -105,20 +100,6 @@ class RankStarter:
     signal_ranks: Callable[[int], None] | None = None
     verdict: Callable[[], str] | None = None
     piped_ranks: int = 0
-
-
-class ProcessGroup(Protocol):
-    """The processes of a job that this process has started, and watches."""
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The process ids of the running ones."""
-
-    def wait(self) -> int:
-        """Return the job's exit code: 0, that of the first failed rank, or 75 or 130 after a requested stop."""
-
-    def cancel(self) -> None:
-        """Request a stop, and kill remaining processes after the grace period; :meth:`wait` then returns."""
 
 
 def check_program(program: str) -> None:
@@ -362,182 +343,3 @@ class SupervisedJob:
     @property
     def _says_why(self) -> bool:
         return self._starter is not None and self._starter.says_why
-
-
-# --- Jobs that end with the command that started them: mpirun, ssh, processes here ---
-
-
-EXIT_CODE = "exit-code"
-"""A file in a job's directory: written when the job has ended."""
-
-OUTPUT = "output.log"
-"""A file in a job's directory: the output of a detached job."""
-
-_ASKED = "asked-to-end"
-"""A file in a job's directory: it was cancelled once."""
-
-_POLL_S = 0.2
-
-
-class ForegroundJob(JobHandle):
-    """A job that this process supervises.
-
-    Args:
-        directory: keeps the exit code for other commands; None: no other command knows of the job.
-    """
-
-    def __init__(self, processes: ProcessGroup, directory: Path | None) -> None:
-        self._processes = processes
-        self._directory = directory
-        self._code: int | None = None
-        if directory is not None:
-            for name in (EXIT_CODE, _ASKED):
-                with suppress(OSError):  # of the run's last job, which other nodes would read as this one's
-                    (directory / name).unlink(missing_ok=True)
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        return self._processes.pids
-
-    @property
-    def reference(self) -> dict[str, Any]:
-        """This process, which the job ends with."""
-        pid = os.getpid()
-        return {"id": str(pid), **process_reference(pid), "directory": str(self._directory)}
-
-    def status(self) -> JobStatus:
-        """Running, until :meth:`wait` has returned."""
-        return ended_status(self._code) if self._code is not None else JobStatus(state="running")
-
-    def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """Nothing: the job prints where this process does."""
-        return iter(())
-
-    def cancel(self) -> None:
-        self._processes.cancel()
-
-    def wait(self) -> int:
-        try:
-            code = self._processes.wait()
-        except BaseException as error:  # of a script in this process, whose end it is
-            code = 130 if isinstance(error, KeyboardInterrupt) else 1
-            self.ended_with(error.exit_code if isinstance(error, PacelineError) else code)
-            raise
-        return self.ended_with(code)
-
-    def ended_with(self, code: int) -> int:
-        """Keep the exit code for other commands."""
-        self._code = code
-        if self._directory is not None:
-            with suppress(OSError):
-                write_atomically(self._directory / EXIT_CODE, f"{self._code}\n".encode())
-        return self._code
-
-
-class BackgroundJob(RecordedJob):
-    """A job that another process supervises."""
-
-    def __init__(self, reference: Mapping[str, Any]) -> None:
-        super().__init__(reference)
-        self._directory = Path(reference["directory"])
-
-    def status(self) -> JobStatus:
-        """Running while its process does; then what it has left."""
-        status = process_status(self._reference)
-        if status.state != "running":
-            with suppress(OSError, ValueError):
-                return ended_status(int((self._directory / EXIT_CODE).read_text()))
-        return status
-
-    def logs(self, *, follow: bool = False) -> Iterator[str]:
-        ended = (lambda: self.status().ended) if follow else None
-        yield from follow_files(lambda: [self._directory / OUTPUT], ended=ended)
-
-    def cancel(self) -> None:
-        """Ask its process to end all that it has started; a second call has it kill what does not end.
-
-        Raises:
-            LaunchError: it is not one of this machine's.
-        """
-        process = process_to_end(self._reference, self.status())
-        asked = self._directory / _ASKED
-        if process is not None:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGINT if asked.exists() else signal.SIGTERM)
-            with suppress(OSError):
-                asked.touch()
-
-    def wait(self) -> int:
-        """Wait for the process to end."""
-        while not (status := self.status()).ended:
-            if status.state == "unknown":
-                raise LaunchError(f"{status.detail}. Wait for it there.")
-            time.sleep(_POLL_S)
-        return 1 if status.exit_code is None else status.exit_code
-
-
-def process_reference(pid: int) -> dict[str, Any]:
-    """Return the identification of a process of this machine, also for times when its number means another or none.
-
-    Raises:
-        psutil.NoSuchProcess: it has ended.
-    """
-    created = psutil.Process(pid).create_time()
-    return {"pid": pid, "created": created, "host": socket.gethostname(), **_process_table()}
-
-
-def _process_table() -> dict[str, str]:
-    """Return the scope of a process's number: one kernel, and one container."""
-    return {
-        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        "pid_namespace": os.readlink("/proc/self/ns/pid"),
-    }
-
-
-def process_status(reference: Mapping[str, Any]) -> JobStatus:
-    """Return the status of a process from the process table; unknown if that is another machine's."""
-    if recorded_process(reference) is not None:
-        return JobStatus(state="running", detail=f"process {reference['pid']}")
-    here, host = _process_table(), reference.get("host")
-    if host is None:  # recorded before machines were
-        detail = f"there is no process {reference['pid']} here, but there may be on another machine"
-        return JobStatus(state="unknown", detail=detail)
-    if all(reference[name] == value for name, value in here.items()):
-        return JobStatus(state="failed", detail="its process is gone, and left no exit code")
-    if host != socket.gethostname():
-        return JobStatus(state="unknown", detail=f"it runs on {host}")
-    if reference["pid_namespace"] == here["pid_namespace"]:
-        return JobStatus(state="failed", detail=f"{host} was restarted, and it left no exit code")
-    return JobStatus(state="unknown", detail=f"it runs in another container of {host}")
-
-
-def recorded_process(reference: Mapping[str, Any]) -> psutil.Process | None:
-    """Return the process of a reference, unless its number is another's: it has ended, or is elsewhere."""
-    if any(reference.get(name, value) != value for name, value in _process_table().items()):
-        return None
-    try:
-        process = psutil.Process(int(reference["pid"]))
-        same = abs(process.create_time() - float(reference["created"])) < 0.02
-        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-    except psutil.NoSuchProcess:
-        return None
-
-
-def process_to_end(reference: Mapping[str, Any], status: JobStatus) -> psutil.Process | None:
-    """Return the process of a job to cancel; None if it has ended."""
-    if status.state == "unknown":
-        raise LaunchError(f"{status.detail}. Cancel it there.")
-    return recorded_process(reference)
-
-
-def ended_status(code: int, restarts: int = 0) -> JobStatus:
-    """Return the status of a job that has ended with an exit code: stopped ones were cancelled."""
-    if code == 0:
-        return JobStatus(state="succeeded", exit_code=0, restarts=restarts)
-    stopped = code in (*STOPPED, 128 + signal.SIGTERM)
-    return JobStatus(
-        state="cancelled" if stopped else "failed",
-        detail=f"exit code {code}",
-        exit_code=code,
-        restarts=restarts,
-    )

@@ -19,8 +19,7 @@ from paceline.core.job import Command, LaunchSpec, split_python
 from paceline.core.sockets import address_beside, interface_of
 from paceline.launch import torchrun_agent
 from paceline.launch.launcher import RenderedJob
-from paceline.launch.local import process_command, process_variables
-from paceline.launch.local_run import LocalLauncher
+from paceline.launch.local import LocalLauncher, process_command, process_variables
 from paceline.launch.options import RendezvousOptions, TorchrunOptions
 from paceline.launch.rank import torchrun_rank_command
 from paceline.launch.rank_output import shared_outputs

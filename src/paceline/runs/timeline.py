@@ -137,7 +137,7 @@ class _TimelineReader:
         self._active = 0.0  # of the starts that ended
         self._since: float | None = None  # the current start
         self._last = 0.0
-        self._members: list[int] = []  # worker slots of the current group
+        self._in_group: list[int] = []  # worker slots of the current group
         self._computing = 0  # members that are not spares
         self._causes: list[str] = []  # of members lost since the group was formed
         self._began: float | None = None  # start of the current interruption
@@ -154,7 +154,7 @@ class _TimelineReader:
         step = step if isinstance(step, int) and step >= 0 else None
         if kind == "started":
             self._started(event, seconds, step or 0)
-        elif kind == "fault" and event.get("slot") in self._members:
+        elif kind == "fault" and event.get("slot") in self._in_group:
             self._causes.append(_cause(str(event.get("how", ""))))
         elif kind == "node lost":
             self._causes.append("machine lost")
@@ -202,26 +202,26 @@ class _TimelineReader:
         self._ended(self._last)  # the previous start may have ended without an event
         self._since = seconds
         world_size = int(event.get("world_size", 1))
-        self._members = list(range(world_size))
+        self._in_group = list(range(world_size))
         self._worlds.append(WorldChange(seconds, world_size))
 
     def _formed(self, event: Event, seconds: float) -> None:
-        members = list(event.get("members", ()))
-        before = len(self._members)
+        in_group = list(event.get("members", ()))
+        before = len(self._in_group)
         if self._began is None:
             self._began = seconds - float(event.get("seconds") or 0.0)
             if self._gathering:
                 self._cause = "gathering"
             elif self._causes:
                 self._cause = self._causes[0]
-            elif len(members) == before:
+            elif len(in_group) == before:
                 self._cause = "re-forming"
             else:
-                self._cause = "joining" if len(members) > before else "leaving"
-        self._members = members
+                self._cause = "joining" if len(in_group) > before else "leaving"
+        self._in_group = in_group
         self._causes = []
         self._gathering = False
-        self._computing = int(event.get("computing", len(members)))
+        self._computing = int(event.get("computing", len(in_group)))
         self._forming = int(event["generation"])
 
     def _ended(self, seconds: float) -> None:

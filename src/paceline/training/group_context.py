@@ -21,12 +21,12 @@ from paceline.runs.monitor import PHASES
 from paceline.training import control
 from paceline.training.checkpoint_manager import CheckpointManager
 from paceline.training.control import ControlFlags, StopCause
-from paceline.training.hooks import DummyMicrobatch, StepHook
+from paceline.training.hooks import StepHook
 from paceline.training.optim import ordered_state
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainProgress
 from paceline.training.state_manager import StateManager
-from paceline.training.step import MicrobatchRunner
+from paceline.training.step import DummyMicrobatch, MicrobatchRunner
 
 RecordStep = Callable[[TrainProgress, int, int, StepSums], None]
 """Enters a step into the ledger: the progress after it, its epoch, its number there, its sums."""

@@ -1,28 +1,119 @@
-"""Hooks, by which options and engines add to a run, and to the steps of one group of ranks."""
+"""Additions of options to a training: a preparation of the model, hooks of a run, and hooks of a group's steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from paceline.core.task import BatchInfo
-from paceline.data.samples import MicroBatch
-from paceline.parallel.reducer import StepSums
-from paceline.parallel.strategy import Strategy
+from paceline.core.config import RunConfig
+from paceline.core.plugins import import_object
 from paceline.parallel.world import World
-from paceline.training.control import ControlFlags, StopCause
-from paceline.training.evaluation import as_loss
-from paceline.training.state import TrainingState
+from paceline.runs.directory import RunDirectory
+from paceline.training.control import StopCause
 
 if TYPE_CHECKING:
+    from paceline.data.samples import MicroBatch
+    from paceline.parallel.reducer import StepSums
+    from paceline.parallel.strategy import Strategy
+    from paceline.parallel.world import World
+    from paceline.training.control import ControlFlags
     from paceline.training.group_context import GroupContext
     from paceline.training.run_context import RunContext
+    from paceline.training.state import TrainingState
     from paceline.training.state_manager import StateManager
     from paceline.training.trainer import Trainer
+
+
+# --- The model that is trained, where options make another one of the task's: weights from elsewhere, added layers ---
+
+
+class InitialWeights(Protocol):
+    """Weights from elsewhere, with which a new run begins; the same on all ranks."""
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """By the names of the task's model, on the CPU or on this rank's device."""
+
+    def save_copy(self, directory: RunDirectory) -> Mapping[str, Any]:
+        """Copy them into the run, before it exists; rank 0 does.
+
+        Returns:
+            The table ``parent`` of ``run.toml``: their origin.
+
+        Raises:
+            RunDirectoryError: the directory cannot be written.
+        """
+
+
+class ModelPreparation:
+    """Makes the trained model from the task's, and the task's from the trained one; this class changes nothing.
+
+    A group of options names a subclass in :attr:`paceline.core.options.Changes.preparation`. What it does is a function
+    of the options, so it is the same on all ranks and after each start.
+
+    Attributes:
+        has_initial_weights: whether a new run begins with weights from elsewhere, so that no rank can build its state
+            before it has met the others.
+    """
+
+    has_initial_weights = False
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    def read_weights(self, run: RunContext, world: World) -> InitialWeights | None:
+        """Read the initial weights of a run without checkpoints; all ranks call this together.
+
+        Raises:
+            ConfigError: they are not there, or damaged; on all ranks.
+            PeerLostError: a rank is gone.
+        """
+        return None
+
+    def prepare(self, module: nn.Module, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Change a model, as the task built it, into the one that is trained.
+
+        Args:
+            module: on the CPU, before it is laid out on the ranks.
+            weights: the initial weights; None where the state that is trained comes later.
+
+        Raises:
+            ConfigError: the options or the weights do not fit the model.
+        """
+
+    def divide_groups(self, optimizers: Mapping[str, Optimizer], module: nn.Module) -> None:
+        """Divide the optimizers' parameter groups, as the task built them; a group may get an ``LR_FACTOR``.
+
+        Raises:
+            ConfigError: the options do not fit the model.
+        """
+
+    def task_weights(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the weights of the task's own model that computes what the trained one does.
+
+        Args:
+            weights: by the names of the trained model.
+
+        Raises:
+            CheckpointError: some are missing.
+        """
+        return dict(weights)
+
+    def results(self, trainer: Trainer, group: GroupContext) -> Mapping[str, Any]:
+        """Return entries of ``result.json`` about the evaluated model; all ranks call this together."""
+        return {}
+
+
+def build_preparation(config: RunConfig) -> ModelPreparation:
+    """Build the preparation that the options name; without one, that which changes nothing."""
+    reference = config.changes.preparation
+    kind: type[ModelPreparation] = ModelPreparation if reference is None else import_object(reference)
+    return kind(config)
 
 
 class RunHook:
@@ -95,37 +186,3 @@ class StepHook:
 
     def close(self) -> None:
         """Free what the hook holds, when the rank leaves the group."""
-
-
-class DummyMicrobatch(StepHook):
-    """Repeats a batch for the backwards of a rank with fewer micro-batches in a step than other ranks expect."""
-
-    def __init__(self, run: RunContext, state: TrainingState) -> None:
-        self._run = run
-        self._state = state
-        self._batch: Any = None
-
-    def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
-        """Keep a batch, and run the strategy's number of backwards with weight 0."""
-        if microbatches:
-            self._batch = microbatches[-1].batch
-        for _ in range(strategy.num_dummy_steps):
-            self._run_one(strategy)
-
-    def _run_one(self, strategy: Strategy) -> None:
-        run = self._run
-        if self._batch is None:
-            # With another loader, so that the run's own keeps its position in streams.
-            with closing(run.build_loader()) as loader:
-                first = loader.fetch(self._state.progress.epoch, 0, range(run.num_microbatches))
-            if not first:
-                return  # no rank has a batch; the reducer reports it
-            self._batch = first[0].batch
-        batch = self._batch
-
-        def loss(model: nn.Module) -> torch.Tensor:
-            run.task.on_batch_begin(BatchInfo(split="train", step=0, number=0, samples=0))
-            with run.autocast():
-                return as_loss(run.task, run.task.loss(model, batch), 1).sum
-
-        strategy.run_dummy(loss)

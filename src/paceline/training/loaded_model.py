@@ -26,7 +26,7 @@ from paceline.runs.checkpointer import Checkpoint, load
 from paceline.runs.directory import RunDirectory
 from paceline.training.control import StopCause, StopSignals
 from paceline.training.evaluation import Evaluator, Observe
-from paceline.training.preparation import build_preparation
+from paceline.training.hooks import build_preparation
 from paceline.training.reproducibility import numerics_fingerprint, preserve_numerics, seed_model
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest, setup_run

@@ -33,7 +33,7 @@ from paceline.runs.metric_writers import Writer
 from paceline.runs.monitor import Monitor
 from paceline.training.control import ROW_LENGTH, StopSignals
 from paceline.training.evaluation import Evaluator
-from paceline.training.preparation import ModelPreparation, build_preparation
+from paceline.training.hooks import ModelPreparation, build_preparation
 from paceline.training.reproducibility import build_split
 from paceline.training.schedule import Deadline, Schedule
 

@@ -33,7 +33,7 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import has_tensorboard
 from paceline.torch_internals import describe_untested
 from paceline.training.control import StopSignals
-from paceline.training.preparation import InitialWeights
+from paceline.training.hooks import InitialWeights
 from paceline.training.reproducibility import configure_numerics, fix_cublas_workspace, numerics_fingerprint
 from paceline.training.run_context import DataSetup, RunContext, set_up_data
 from paceline.training.schedule import Deadline

@@ -86,12 +86,12 @@ def _train(request: RunRequest, groups: Groups, directory: RunDirectory, signals
     run, notes = set_up(request, groups, found["manifest"], directory, signals)
     with (
         build_trainer(run, groups.world_size, groups.agent) as trainer,
-        closing(groups.members(trainer)) as members,
+        closing(groups.join(trainer)) as joined_groups,
     ):
         result = None
-        for member in members:
-            with member:
-                result = member.result = train_in_group(trainer, notes, started, member.world, member.joined)
+        for joined in joined_groups:
+            with joined:
+                result = joined.result = train_in_group(trainer, notes, started, joined.world, joined.can_train)
         result = result or directory.read_result()
         assert result is not None, "the last group has the result"
         return result
@@ -179,19 +179,19 @@ def conclude_run(trainer: Trainer, group: GroupContext, started: float) -> dict[
 
 
 @dataclass
-class GroupMember:
-    """This rank's part in one group: a context, which the loss of another rank ends normally if a next group follows.
+class JoinedGroup:
+    """A group that this rank has joined: a context that the loss of another rank ends normally if a group follows.
 
     Attributes:
         world: the ranks.
-        joined: to be called once this rank can train.
+        can_train: to be called once this rank can train.
         outlives_losses: whether a next group follows.
         result: of the run, once it has one.
         why: why this rank has left the group.
     """
 
     world: World
-    joined: Callable[[], None] = lambda: None
+    can_train: Callable[[], None] = lambda: None
     outlives_losses: bool = False
     result: dict[str, Any] | None = None
     why: str = "left it as asked, after a step"
@@ -238,9 +238,9 @@ class FixedGroup:
         told: list[int] = self._world.all_gather_object(memory_per_process(self.device, sharing))
         return min(told)
 
-    def members(self, trainer: Trainer) -> Generator[GroupMember, None, None]:
-        """Yield this rank's part in the group, to train to the run's result."""
-        yield GroupMember(self._world)
+    def join(self, trainer: Trainer) -> Generator[JoinedGroup, None, None]:
+        """Yield the group, to train in it to the run's result."""
+        yield JoinedGroup(self._world)
         self._world.barrier()
 
 
@@ -289,8 +289,8 @@ class ElasticGroups:
         devices = torch.cuda.device_count() if self.device.type == "cuda" else 1
         return memory_per_process(self.device, -(-self.processes // devices))
 
-    def members(self, trainer: Trainer) -> Generator[GroupMember, None, None]:
-        """Yield this rank's part in one group after another, until one has the run's result."""
+    def join(self, trainer: Trainer) -> Generator[JoinedGroup, None, None]:
+        """Join one group after another, and yield each, until one has the run's result."""
         signals = trainer.run.signals
         generation, why = -1, "has just started"
         while True:
@@ -311,11 +311,11 @@ class ElasticGroups:
             try:
                 with self._open_group(assignment) as world:
                     self._unconnected_since = math.inf
-                    member = GroupMember(world, partial(self.agent.joined, generation), outlives_losses=True)
-                    yield member
+                    joined = JoinedGroup(world, partial(self.agent.joined, generation), outlives_losses=True)
+                    yield joined
                     # Not while an error is handled: its frames would keep the group's connections open.
                     trainer.leave_group()
-                    result, why = member.result, member.why
+                    result, why = joined.result, joined.why
             except PeerLostError as error:
                 why = str(error)
                 clear_frames(error)

@@ -25,6 +25,7 @@ from paceline.core.task import RunSchedule, Task
 from paceline.parallel.sharded_state import explain_sharded_step, load_module, load_optimizer, local_shard
 from paceline.runs.checkpoint_state import bytes_of, flatten, scheduler_state
 from paceline.torch_internals import buffer_table, non_persistent_buffers
+from paceline.training.hooks import build_preparation
 from paceline.training.optim import (
     EMA,
     ShardedGradScaler,
@@ -38,7 +39,6 @@ from paceline.training.optim import (
     sort_parameters,
     sparse_gradients,
 )
-from paceline.training.preparation import build_preparation
 from paceline.training.task_parts import build_task_callback, build_task_optimizers, build_task_scheduler
 
 PREFIXES = {"model": "", "ema": "module."}
@@ -209,8 +209,8 @@ class TrainingState:
             self.ema = EMA(_copy(module) if ema_model is None else ema_model, config.training.ema)
             self.changed_buffers["ema_buffers"] = ChangedBuffers(self.ema.module)
         self.outer: Any = None
-        if (place := config.changes.outer_optimizer) is not None:
-            self.outer = import_object(place)(module, config)
+        if (reference := config.changes.outer_optimizer) is not None:
+            self.outer = import_object(reference)(module, config)
         self.engine_parts: dict[str, Any] = {}
         self.progress = TrainProgress()
         self._step_rates: list[Any] = []  # of the last step in this process

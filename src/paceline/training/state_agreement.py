@@ -262,8 +262,8 @@ def _restored(run: RunContext) -> tuple[Path | None, list[str]]:
         return None, []
     path, reasons = run.backup.restore(run.run_id)
     if path is not None:
-        place = run.config.records.backup_to
-        _log.warning("no checkpoint of the run's own can be used: %s comes back from %s", path.name, place)
+        backup = run.config.records.backup_to
+        _log.warning("no checkpoint of the run's own can be used: %s comes back from %s", path.name, backup)
     return path, list(reasons)
 
 

@@ -6,7 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,13 @@ from paceline.data.stream import StreamLoader
 from paceline.parallel.point_to_point import describe_tensor, empty_tensor
 from paceline.parallel.progress import ProgressTracker
 from paceline.parallel.reducer import StepSums
-from paceline.parallel.strategy import ReducerStrategy
+from paceline.parallel.strategy import ReducerStrategy, Strategy
 from paceline.parallel.world import World
 from paceline.runs.directory import RunDirectory
 from paceline.runs.monitor import PhaseTimer
 from paceline.training.control import ControlFlags, merge
 from paceline.training.evaluation import Pair, as_loss, as_pairs, mean_values, split_values
+from paceline.training.hooks import StepHook
 from paceline.training.optim import LEAST_SCALE, ShardedGradScaler
 from paceline.training.reproducibility import (
     deterministic_kernels,
@@ -232,6 +233,40 @@ class MicrobatchRunner:
     def backward_done(self) -> None:
         """Record that the micro-batch's backward has run, or is enqueued."""
         self._timer.mark("backward")
+
+
+class DummyMicrobatch(StepHook):
+    """Repeats a batch for the backwards of a rank with fewer micro-batches in a step than other ranks expect."""
+
+    def __init__(self, run: RunContext, state: TrainingState) -> None:
+        self._run = run
+        self._state = state
+        self._batch: Any = None
+
+    def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
+        """Keep a batch, and run the strategy's number of backwards with weight 0."""
+        if microbatches:
+            self._batch = microbatches[-1].batch
+        for _ in range(strategy.num_dummy_steps):
+            self._run_one(strategy)
+
+    def _run_one(self, strategy: Strategy) -> None:
+        run = self._run
+        if self._batch is None:
+            # With another loader, so that the run's own keeps its position in streams.
+            with closing(run.build_loader()) as loader:
+                first = loader.fetch(self._state.progress.epoch, 0, range(run.num_microbatches))
+            if not first:
+                return  # no rank has a batch; the reducer reports it
+            self._batch = first[0].batch
+        batch = self._batch
+
+        def loss(model: nn.Module) -> torch.Tensor:
+            run.task.on_batch_begin(BatchInfo(split="train", step=0, number=0, samples=0))
+            with run.autocast():
+                return as_loss(run.task, run.task.loss(model, batch), 1).sum
+
+        strategy.run_dummy(loss)
 
 
 # --- A step: the task's loss and one update, or passes and updates that the task composes ---

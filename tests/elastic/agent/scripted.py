@@ -45,8 +45,8 @@ def main_under_agent(job_file: Path, channel: int, slot: int, terminal: tuple[in
 def work(agent: AgentClient, job_file: Path, slot: int, terminal: tuple[int, int]) -> int:
     """Do the script's steps, in step with the others only as far as the agent asks for it."""
     script = json.loads(job_file.read_text())
-    place_of_work = job_file.parent
-    starts = place_of_work / f"starts-{slot}"
+    directory = job_file.parent
+    starts = directory / f"starts-{slot}"
     with starts.open("a") as file:
         file.write(f"{os.getpid()}\n")
     nth = len(starts.read_text().splitlines())
@@ -60,13 +60,13 @@ def work(agent: AgentClient, job_file: Path, slot: int, terminal: tuple[int, int
             signal.signal(number, on_signal)
         if kind == "early":
             end(kind)
-        progress = place_of_work / "step"
+        progress = directory / "step"
         while True:
-            place = agent.next_group(left, "test")
-            assert place is not None
-            left = place.generation
-            with (place_of_work / "groups").open("a") as file:
-                file.write(json.dumps([place.generation, place.rank, place.world_size, slot]) + "\n")
+            assignment = agent.next_group(left, "test")
+            assert assignment is not None
+            left = assignment.generation
+            with (directory / "groups").open("a") as file:
+                file.write(json.dumps([assignment.generation, assignment.rank, assignment.world_size, slot]) + "\n")
             if kind == "bug":
                 end(kind)
             agent.pulse.step = int(progress.read_text()) if progress.exists() else 0
@@ -74,15 +74,15 @@ def work(agent: AgentClient, job_file: Path, slot: int, terminal: tuple[int, int
             while not (agent.broken(left) or agent.should_reform(left)):
                 step = int(progress.read_text()) if progress.exists() else 0
                 agent.pulse.step = step
-                if step >= script["steps"] and place.world_size == script["world"]:
+                if step >= script["steps"] and assignment.world_size == script["world"]:
                     return 0
                 # Who stops does so among all: then it is the same group each time.
                 if kind == "loses" and step >= fault_step:
                     # It does no step without the peer, and notices before the agent that it is gone.
-                    while not (place_of_work / f"late-{left}").exists():
+                    while not (directory / f"late-{left}").exists():
                         time.sleep(0.01)
                     break
-                if kind and step >= fault_step and (kind != "stop" or place.world_size == script["world"]):
+                if kind and step >= fault_step and (kind != "stop" or assignment.world_size == script["world"]):
                     if kind in HOLDS_S:
                         agent.progress_tracker.begin("step")
                         agent.progress_tracker.limit_steps_to(LIMIT_S)
@@ -92,21 +92,21 @@ def work(agent: AgentClient, job_file: Path, slot: int, terminal: tuple[int, int
                         continue
                     if kind == "late":
                         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it asks no more whether to stop
-                        (place_of_work / f"late-{left}").touch()
+                        (directory / f"late-{left}").touch()
                     end(kind)
                 # No step is done without a peer that ends before its first one.
-                if place.rank == 0 and step < script["steps"] and not has_bug:
-                    (place_of_work / "step.new").write_text(str(step + 1))
-                    (place_of_work / "step.new").rename(progress)
+                if assignment.rank == 0 and step < script["steps"] and not has_bug:
+                    (directory / "step.new").write_text(str(step + 1))
+                    (directory / "step.new").rename(progress)
                 time.sleep(0.01)
     except Retired:
         return 0
     except Stop as asked:
-        (place_of_work / f"asked-{slot}").write_text(str(asked))
+        (directory / f"asked-{slot}").write_text(str(asked))
         return 130 if asked.args[0] == signal.SIGINT else 75
     except Exception as error:
         agent.beat()
-        return record_failure(RunDirectory(place_of_work), slot, error)
+        return record_failure(RunDirectory(directory), slot, error)
 
 
 def hold_interpreter(seconds: float) -> None:

@@ -95,7 +95,7 @@ def job(directory: RunDirectory) -> Iterator[Job]:
 def test_status_and_orders_come_through(job: Job, directory: RunDirectory) -> None:
     with AgentConnection(directory) as agent:
         assert agent.status() == STATUS
-        assert agent.status().members == STATUS.workers[:1]
+        assert agent.status().ranks == STATUS.workers[:1]
         assert agent.scale(nproc=3) == STATUS
         assert agent.gather() == STATUS
     assert (job.asked, job.gathered) == ([3], 1)

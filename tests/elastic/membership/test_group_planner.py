@@ -409,7 +409,7 @@ class World:
             or (
                 self.alive[w].acts_in != group.generation and ("group", group.generation) not in self.alive[w].to_worker
             )
-            for w in group.members
+            for w in group.workers
         )
 
     def happens(self, what: str, worker: int) -> None:
@@ -461,7 +461,7 @@ class World:
                 case FormGroup(group):
                     self.form(group)
                 case RequestReform(group):
-                    self.send(group.members, "reform", group.generation)
+                    self.send(group.workers, "reform", group.generation)
                 case BreakGroup(generation, members):
                     self.send(members, "break", generation)
                 case StopWorker(worker):
@@ -473,12 +473,12 @@ class World:
                 self.alive[worker].to_worker.append((what, generation))
 
     def form(self, group: WorkerGroup) -> None:
-        assert 0 < len(group.members) <= self.planner.max_workers
+        assert 0 < len(group.workers) <= self.planner.max_workers
         acting = [w for w, process in self.alive.items() if process.acts_in is not None]
         assert not acting, f"{group} is formed while {acting} still act in an older one"
         pending = [w for w, p in self.alive.items() if any(what == "group" for what, _ in p.to_worker)]
         assert not pending, f"{group} is formed while {pending} are still told of an older one"
-        self.send(group.members, "group", group.generation)
+        self.send(group.workers, "group", group.generation)
 
     def settle(self) -> None:
         """Let all that is due happen, without further faults, until nothing is."""
@@ -500,11 +500,11 @@ def check_at_rest(world: World) -> None:
     group = planner.group
     assert group is not None
     included = sum(nproc for node, nproc in planner.nodes.items() if node not in planner.excluded)
-    assert len(group.members) == min(included, planner.max_workers)
-    assert not planner.excluded & {planner.node(w) for w in group.members}
-    assert set(group.members) <= set(world.alive)
+    assert len(group.workers) == min(included, planner.max_workers)
+    assert not planner.excluded & {planner.node(w) for w in group.workers}
+    assert set(group.workers) <= set(world.alive)
     assert len(world.alive) == planner.target
-    assert all(world.alive[w].acts_in == group.generation for w in group.members)
+    assert all(world.alive[w].acts_in == group.generation for w in group.workers)
 
 
 @pytest.mark.integration
@@ -539,13 +539,13 @@ def test_every_interleaving(
             before = following.planner.group
             following.happens(*event)
             planner = following.planner
-            survivors = [w for w in world.planner.members() if world.planner.node(w) not in planner.excluded]
+            survivors = [w for w in world.planner.group_workers() if world.planner.node(w) not in planner.excluded]
             after = following.planner.group
             if after is not None and before is not None and after != before:
                 assert after.generation == before.generation + 1
-                staying = [w for w in survivors if w in after.members]
+                staying = [w for w in survivors if w in after.workers]
                 # Rank 0 holds the state if any worker does, and the survivors keep their order.
-                assert list(after.members[: len(staying)]) == staying
+                assert list(after.workers[: len(staying)]) == staying
                 assert staying or not survivors, "no worker that holds the state is in the new group"
             key = following.key()
             if key not in seen:

@@ -64,7 +64,7 @@ class Run:
         def there() -> bool:
             seen.append(agent.status())
             assert not seen[-1].stopping, f"the run ended before {size} trained"
-            return seen[-1].whole and len(seen[-1].members) == size
+            return seen[-1].whole and len(seen[-1].ranks) == size
 
         self.wait_until(there, f"{size} members")
         return seen[-1]
@@ -150,7 +150,7 @@ def test_who_is_to_leave_is_killed_before_it_has(run: Run, undisturbed: dict[str
     with run.connect(popen) as agent:
         status = run.whole(agent, 3)
         agent.scale(nproc=2)
-        victim = status.members[2].pid
+        victim = status.ranks[2].pid
         assert victim is not None
         with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
@@ -163,7 +163,7 @@ def test_those_who_stay_are_killed_while_another_leaves(run: Run, undisturbed: d
     with run.connect(popen) as agent:
         status = run.whole(agent, 3)
         agent.scale(nproc=2)
-        for member in status.members[:2]:
+        for member in status.ranks[:2]:
             assert member.pid is not None
             os.kill(member.pid, signal.SIGKILL)
         run.whole(agent, 2)

@@ -270,7 +270,7 @@ class FaultInjector:
         self._note_recoveries(status)
         if status.stopping or not status.whole:
             return
-        missing = len(status.members) < status.target
+        missing = len(status.ranks) < status.target
         if any(i.recovered_at is None and (i.fault.kind != "join" or not missing) for i in self.injected):
             return
         if len(self.injected) == len(self.plan):
@@ -298,7 +298,7 @@ class FaultInjector:
         match fault.kind:
             case "kill" | "stop" | "slow":
                 # If killed workers will come back, one must survive; a single worker cannot.
-                return len(status.members) > 1 or status.target == 1
+                return len(status.ranks) > 1 or status.target == 1
             case "leave" | "join":
                 return self._all_recovered()
             case "bitflip" | "truncate":
@@ -306,7 +306,7 @@ class FaultInjector:
         return True
 
     def _inject(self, fault: Fault, status: RunStatus) -> None:
-        victim = status.members[fault.choice % len(status.members)]
+        victim = status.ranks[fault.choice % len(status.ranks)]
         target = f"rank {victim.rank} (slot {victim.local_index})"
         pids: tuple[int, ...] = () if victim.pid is None else (victim.pid,)
         at = time.time()
@@ -352,10 +352,10 @@ class FaultInjector:
                 has_ended = self._throttled is None and status.step > injection.step
                 return now if has_ended and set(injection.pids) <= set(pids) else None
             case "leave":
-                return now if len(status.members) <= status.target else None
+                return now if len(status.ranks) <= status.target else None
             case _:
                 joined = set(pids) - set(injection.pids)
-                return now if joined and len(status.members) >= status.target else None
+                return now if joined and len(status.ranks) >= status.target else None
 
     def _rejoined_at(self, injection: Injection) -> float | None:
         """Return when all members trained in the first group after the end of the targets."""
@@ -376,7 +376,7 @@ class FaultInjector:
 
 
 def _pids(status: RunStatus) -> tuple[int, ...]:
-    return tuple(member.pid for member in status.members if member.pid is not None)
+    return tuple(worker.pid for worker in status.ranks if worker.pid is not None)
 
 
 def _send(worker: WorkerStatus, number: int) -> None:

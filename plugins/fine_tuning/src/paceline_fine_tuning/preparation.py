@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from paceline.core.config import RunConfig
 from paceline.core.errors import CheckpointError
 from paceline.parallel.world import World
-from paceline.training.preparation import ModelPreparation
+from paceline.training.hooks import ModelPreparation
 from paceline.training.run_context import RunContext
 from paceline_fine_tuning.adapters import merge_adapters
 from paceline_fine_tuning.initialization import initialise

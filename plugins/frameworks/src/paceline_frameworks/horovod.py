@@ -30,6 +30,7 @@ from paceline.launch.launcher import (
     option,
     refuse_unsupported,
 )
+from paceline.launch.local import ForegroundJob, ProcessGroup
 from paceline.launch.mpi import (
     MpiLauncher,
     MpiOptions,
@@ -41,7 +42,7 @@ from paceline.launch.mpi import (
 from paceline.launch.rendering import refuse_secrets
 from paceline.launch.slurm_script import command_of_shielded_rank, fixed_size, quoted, run_shielded, shielded
 from paceline.launch.submit import MachinesLauncher
-from paceline.launch.supervisor import ForegroundJob, ProcessGroup, RankStarter, SupervisedJob
+from paceline.launch.supervisor import RankStarter, SupervisedJob
 from paceline.runs.directory import RunDirectory
 
 _INSTALL = "build it against this PyTorch: scripts/build-horovod, as docs/launchers/horovod.md says"

@@ -26,10 +26,11 @@ from paceline.launch.launcher import (
     option,
     refuse_unsupported,
 )
+from paceline.launch.local import ForegroundJob
 from paceline.launch.local_run import processes_here
 from paceline.launch.node import node_command
 from paceline.launch.submit import ForegroundLauncher
-from paceline.launch.supervisor import ForegroundJob, RankStarter, SupervisedJob
+from paceline.launch.supervisor import RankStarter, SupervisedJob
 from paceline_frameworks.monarch_hosts import MonarchHost, read_hosts
 from paceline_ray.actor_nodes import (
     PATIENCE_S,
@@ -37,7 +38,7 @@ from paceline_ray.actor_nodes import (
     TURN_S,
     ActorJob,
     ActorJobController,
-    NodePlace,
+    ActorNode,
     reason_of,
 )
 
@@ -117,27 +118,27 @@ class MonarchJobController(ActorJobController):
         self.errors = (SupervisionError, monarch.ActorError, TimeoutError, OSError)
         self._monarch = monarch
         hosts = [MonarchHost.parse(text) for text in job.hosts]
-        self._hosts = dict(zip(self._places, hosts, strict=False))
+        self._hosts = dict(zip(self._nodes, hosts, strict=False))
         self._idle = hosts[job.machines :]
         self._lock = threading.Lock()
-        self._meshes: dict[NodePlace, Any] = {}
-        self._generations = dict.fromkeys(self._places, 0)
-        self._answers: queue.Queue[tuple[NodePlace, int, Any]] = queue.Queue(2 * job.machines)
+        self._meshes: dict[ActorNode, Any] = {}
+        self._generations = dict.fromkeys(self._nodes, 0)
+        self._answers: queue.Queue[tuple[ActorNode, int, Any]] = queue.Queue(2 * job.machines)
         self._over = threading.Event()
 
     # Begin
 
-    def _place_all(self) -> None:
+    def _make_actors(self) -> None:
         # A pending call of a lost actor raises an error; by default this hook would end the process besides.
         self._monarch.unhandled_fault_hook = lambda failure: None
         if self._hosts:
             self._connect()
         with _without_greeting():
             self._monarch.context()
-        for place in self._places:
-            self._place(place)
-        for place in self._places:
-            place.host = place.actor.name.call_one().get(timeout=_START_S)
+        for node in self._nodes:
+            self._make_actor(node)
+        for node in self._nodes:
+            node.host = node.actor.name.call_one().get(timeout=_START_S)
         threading.Thread(target=self._greet, daemon=True).start()
 
     def _connect(self) -> None:
@@ -151,7 +152,7 @@ class MonarchJobController(ActorJobController):
             reasons = "; ".join(f"{host.text}: {why}" for host, why in silent.items())
             advice = _SEE_ITS_LOG if is_starting else _START_A_LOOP
             raise LaunchError(f"{len(silent)} of {len(self._hosts)} hosts do not answer: {reasons}. {advice}")
-        first = self._hosts[self._places[0]]
+        first = self._hosts[self._nodes[0]]
         if is_loopback(first.name):
             own = first.name
         elif first.scheme == "tls":
@@ -160,112 +161,112 @@ class MonarchJobController(ActorJobController):
             own = address_towards(first.name, first.port)
         self._monarch.enable_transport(f"{first.scheme}://{own}:0")
 
-    def _place(self, place: NodePlace) -> None:
-        """Make an actor for a place. Nothing is waited for."""
+    def _make_actor(self, node: ActorNode) -> None:
+        """Make a node's actor. Nothing is waited for."""
         from paceline_frameworks.monarch_node import MonarchNode
 
         if self._hosts:
-            host = self._hosts[place]
-            place.address = host.name
+            host = self._hosts[node]
+            node.address = host.name
             mesh = self._monarch.attach_to_workers(ca="trust_all_connections", workers=[host.text])
         else:
-            place.address = "127.0.0.1"
+            node.address = "127.0.0.1"
             mesh = self._monarch.this_host()
-        self._meshes[place] = mesh
-        processes = mesh.spawn_procs(name=f"node{place.rank}")
-        place.actor = processes.spawn("agent", MonarchNode)
+        self._meshes[node] = mesh
+        processes = mesh.spawn_procs(name=f"node{node.rank}")
+        node.actor = processes.spawn("agent", MonarchNode)
         if self._hosts:  # a mesh of one host, not a single one
-            place.actor = place.actor.slice(hosts=0)
+            node.actor = node.actor.slice(hosts=0)
 
-    def _can_listen(self, place: NodePlace, port: int) -> bool:
-        free: bool = place.actor.can_listen.call_one(place.address, port).get(timeout=_START_S)
+    def _can_listen(self, node: ActorNode, port: int) -> bool:
+        free: bool = node.actor.can_listen.call_one(node.address, port).get(timeout=_START_S)
         return free
 
     def _start_all(self) -> None:
-        answers = [self._start(place) for place in self._places]
-        for place, answer in zip(self._places, answers, strict=True):
+        answers = [self._start(node) for node in self._nodes]
+        for node, answer in zip(self._nodes, answers, strict=True):
             answer.get(timeout=_START_S)
-            place.started = True
-            self._follow(place)
+            node.started = True
+            self._follow(node)
 
-    def _start(self, place: NodePlace) -> Any:
-        return place.actor.start.call_one(self._job.command, self._variables_of(place), self._job.workdir)
+    def _start(self, node: ActorNode) -> Any:
+        return node.actor.start.call_one(self._job.command, self._variables_of(node), self._job.workdir)
 
     def _greet(self) -> None:
         """Keep the actors from ending themselves, also while nothing reads this process's output."""
         while not self._over.wait(_GREET_S):
-            for place in self._places:
+            for node in self._nodes:
                 with suppress(Exception):  # of an actor that is lost; the others need it
-                    place.actor.greet.broadcast()
+                    node.actor.greet.broadcast()
 
     # Follow
 
-    def _follow(self, place: NodePlace, *, new: bool = False) -> None:
-        threading.Thread(target=self._carry, args=(place, self._generations[place], new), daemon=True).start()
+    def _follow(self, node: ActorNode, *, new: bool = False) -> None:
+        threading.Thread(target=self._carry, args=(node, self._generations[node], new), daemon=True).start()
 
-    def _carry(self, place: NodePlace, generation: int, new: bool) -> None:
+    def _carry(self, node: ActorNode, generation: int, new: bool) -> None:
         """Read what a node prints until it ends or is lost; a new one is started first."""
         try:
             if new:
-                self._find_host(place)
-                self._place(place)
-                place.host = place.actor.name.call_one().get(timeout=_START_S)
-                self._start(place).get(timeout=_START_S)
-                self._answers.put((place, generation, ([], None)))
+                self._find_host(node)
+                self._make_actor(node)
+                node.host = node.actor.name.call_one().get(timeout=_START_S)
+                self._start(node).get(timeout=_START_S)
+                self._answers.put((node, generation, ([], None)))
             code = None
             while code is None and not self._over.is_set():
-                lines, code = place.actor.read.call_one(READ_S).get()
-                self._answers.put((place, generation, (lines, code)))
+                lines, code = node.actor.read.call_one(READ_S).get()
+                self._answers.put((node, generation, (lines, code)))
         except Exception as error:  # whatever it is, the job must not wait for this node
-            self._answers.put((place, generation, error))
+            self._answers.put((node, generation, error))
 
-    def _find_host(self, place: NodePlace) -> None:
+    def _find_host(self, node: ActorNode) -> None:
         """Wait for a host that answers: one that was not used yet, else the lost one, whose loop may run again."""
         if not self._hosts:
             return
         with self._lock:
-            self._idle.append(self._hosts[place])
+            self._idle.append(self._hosts[node])
         while not self._over.is_set():
             for host in tuple(self._idle):
                 if host.answers():
                     continue
                 with self._lock:
-                    if host in self._idle:  # no other place has taken it
+                    if host in self._idle:  # no other node has taken it
                         self._idle.remove(host)
-                        self._hosts[place] = host
+                        self._hosts[node] = host
                         return
             self._over.wait(_POLL_S)
 
     def _poll(self) -> None:
         with suppress(queue.Empty):
-            place, generation, said = self._answers.get(timeout=TURN_S)
+            node, generation, said = self._answers.get(timeout=TURN_S)
             while True:
-                if generation == self._generations[place]:
-                    self._hear(place, said)
-                place, generation, said = self._answers.get_nowait()
+                if generation == self._generations[node]:
+                    self._hear(node, said)
+                node, generation, said = self._answers.get_nowait()
 
-    def _hear(self, place: NodePlace, said: Any) -> None:
+    def _hear(self, node: ActorNode, said: Any) -> None:
         if isinstance(said, BaseException):
-            self._lose(place, reason_of(said))
+            self._lose(node, reason_of(said))
             return
-        place.started = True
-        self._take(place, *said)
+        node.started = True
+        self._take(node, *said)
 
-    def _send_signal(self, place: NodePlace, number: int) -> None:
-        place.actor.send_signal.broadcast(number)
+    def _send_signal(self, node: ActorNode, number: int) -> None:
+        node.actor.send_signal.broadcast(number)
 
-    def _replace(self, place: NodePlace) -> None:
-        self._generations[place] += 1
-        self._follow(place, new=True)
+    def _replace(self, node: ActorNode) -> None:
+        self._generations[node] += 1
+        self._follow(node, new=True)
 
-    def _forget(self, place: NodePlace) -> None:
-        self._generations[place] += 1
+    def _forget(self, node: ActorNode) -> None:
+        self._generations[node] += 1
 
     def _end_all(self) -> None:
         """Kill what runs, and give the hosts back; their worker loops take the next job."""
         self._over.set()
         deadline = time.monotonic() + PATIENCE_S
-        self._await([place.actor.end.call_one() for place in self._places if place.running], deadline)
+        self._await([node.actor.end.call_one() for node in self._nodes if node.running], deadline)
         if self._hosts:
             self._await([mesh.stop() for mesh in self._meshes.values()], deadline)
 

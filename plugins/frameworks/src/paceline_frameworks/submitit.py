@@ -22,12 +22,12 @@ from paceline.core.options import at_least, flag
 from paceline.core.plugins import install_command
 from paceline.launch.job_logs import follow_files
 from paceline.launch.launcher import Command, JobHandle, JobStatus, LaunchSpec, RenderedJob, option
+from paceline.launch.local import ended_status, process_reference, process_status, process_to_end
 from paceline.launch.node import node_command
 from paceline.launch.rank import rank_command
 from paceline.launch.slurm import SlurmJob, refusal
 from paceline.launch.status_poller import PolledJob
 from paceline.launch.submit import ClusterLauncher
-from paceline.launch.supervisor import ended_status, process_reference, process_status, process_to_end
 from paceline_frameworks.submitit_running import PREEMPT_SIGNAL, exit_code_file, make_private
 
 # --- What a job asks of its cluster, in the names of submitit's ``AutoExecutor`` ---

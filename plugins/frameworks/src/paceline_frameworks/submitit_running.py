@@ -152,7 +152,7 @@ class CallFunction:
         file = exit_code_file(task.paths.folder, task.job_id, task.global_rank)
         file.unlink(missing_ok=True)
         if task.num_tasks > 1:
-            os.environ.update(place_variables(task))
+            os.environ.update(rank_variables(task))
         if self.script is not None:
             _become_main(self.function, self.script)
         try:
@@ -214,7 +214,7 @@ def _become_main(function: Callable[..., Any], script: Path) -> None:
     sys.modules["__main__"] = main
 
 
-def place_variables(task: submitit.JobEnvironment) -> Mapping[str, str]:
+def rank_variables(task: submitit.JobEnvironment) -> Mapping[str, str]:
     """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the like, of submitit's task."""
     several = task.num_nodes > 1
     environment = Environment(

@@ -39,8 +39,8 @@ from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest
 from paceline.training.session import (
     FixedGroup,
-    GroupMember,
     Groups,
+    JoinedGroup,
     build_trainer,
     conclude_run,
     enter_group,
@@ -248,34 +248,34 @@ class Run:
         trainer = stack.enter_context(build_trainer(self._context, groups.world_size, groups.agent))
         self._states = trainer.states
         guard = stack.enter_context(OptimizerGuard(self._parts.optimizers.values()))
-        members = groups.members(trainer)
-        self._resources.callback(members.close)  # the script may use the last group after the loop
-        for member in members:
-            self._world = member.world
-            with member:
-                yield from self._steps_in_group(trainer, member, guard, notes, started)
+        joined_groups = groups.join(trainer)
+        self._resources.callback(joined_groups.close)  # the script may use the last group after the loop
+        for joined in joined_groups:
+            self._world = joined.world
+            with joined:
+                yield from self._steps_in_group(trainer, joined, guard, notes, started)
             task.note_modes()
-            if member.result is not None:
+            if joined.result is not None:
                 break
         else:
             self._has_lost_group = True
-        result = member.result or directory.read_result()
+        result = joined.result or directory.read_result()
         assert result is not None, "the last group has the result"
         self.result = Result.of(result)
 
     def _steps_in_group(
-        self, trainer: Trainer, member: GroupMember, guard: OptimizerGuard, notes: list[str], started: float
+        self, trainer: Trainer, joined: JoinedGroup, guard: OptimizerGuard, notes: list[str], started: float
     ) -> Iterator[LoopStep]:
         """Yield the steps of one group of ranks, and conclude the run if it ends in it.
 
         Raises:
             PeerLostError: a rank is gone.
         """
-        task, tracker = trainer.run.task, member.world.progress_tracker
+        task, tracker = trainer.run.task, joined.world.progress_tracker
         assert isinstance(task, OwnLoop)
         with note_progress(tracker):
-            group = enter_group(trainer, member.world, notes)
-            member.joined()
+            group = enter_group(trainer, joined.world, notes)
+            joined.can_train()
             if trainer.run.begins_fork_at(trainer.state.progress.version):
                 task.begin_fork()
             elif not self._has_entered:
@@ -302,7 +302,7 @@ class Run:
                 self._require_state()
                 self._warn(step)
             if trainer.finished:
-                member.result = conclude_run(trainer, group, started)
+                joined.result = conclude_run(trainer, group, started)
         tracker.wait()
 
     def _end_loop(self) -> None:

@@ -50,14 +50,14 @@ def scale(
         return _scale_job(find_record(run), nodes, json=json)
     wanted = {name: n for name, n in (("nproc", nproc), ("nodes", nodes)) if n is not None}
     with AgentConnection(directory) as agent:
-        before = len(agent.status().members)
+        before = len(agent.status().ranks)
         status = agent.scale(**wanted)
         print(f"paceline: scaling from {before} to {status.target} processes, after a step ...", file=sys.stderr)
         status = _wait_for_scaling(agent, status)
     if json:
         print(json_module.dumps(dataclasses.asdict(status)))
     else:
-        print(f"{run} continues with {len(status.members)} processes, at step {status.step}.")
+        print(f"{run} continues with {len(status.ranks)} processes, at step {status.step}.")
     return 0
 
 
@@ -77,7 +77,7 @@ def _scale_job(record: JobRecord, nodes: int | None, *, json: bool) -> int:
 def _wait_for_scaling(agent: AgentConnection, status: RunStatus) -> RunStatus:
     """Return the job's status once as many processes train as requested."""
     target = status.target
-    while not (status.whole and len(status.members) == target):
+    while not (status.whole and len(status.ranks) == target):
         if status.target != target:
             raise PacelineError(f"another command requested {status.target} processes meanwhile.")
         if status.stopping:

@@ -188,8 +188,8 @@ TURN_S = 0.5
 _GRACE_S = 10.0
 
 
-class NodePlace:
-    """A node's place in the job, and the actor that fills it now."""
+class ActorNode:
+    """A node of the job, and the actor that it is now."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -219,8 +219,8 @@ class ActorJobController(ABC):
     def __init__(self, engine: str, job: ActorJob, machines: int) -> None:
         self._engine = engine
         self._job = job
-        self._places = [NodePlace(rank) for rank in range(machines)]
-        self._ended: list[NodePlace] = []
+        self._nodes = [ActorNode(rank) for rank in range(machines)]
+        self._ended: list[ActorNode] = []
         self._variables: Mapping[str, str] = {}
         self._lost = 0
         self._requests = StopRequests()
@@ -235,7 +235,7 @@ class ActorJobController(ABC):
         with handle_signals(STOP_SIGNALS, self._on_signal):
             try:
                 self._begin()
-                while any(place.running for place in self._places) and not self._overdue():
+                while any(node.running for node in self._nodes) and not self._overdue():
                     self._pass_signals_on()
                     self._poll()
             finally:
@@ -254,11 +254,11 @@ class ActorJobController(ABC):
     # The engine
 
     @abstractmethod
-    def _place_all(self) -> None:
-        """Make an actor for each place, and fill in its host and address."""
+    def _make_actors(self) -> None:
+        """Make each node's actor, and fill in its host and address."""
 
     @abstractmethod
-    def _can_listen(self, place: NodePlace, port: int) -> bool:
+    def _can_listen(self, node: ActorNode, port: int) -> bool:
         """Return whether no process of a node listens at a port."""
 
     @abstractmethod
@@ -270,15 +270,15 @@ class ActorJobController(ABC):
         """Wait for the nodes for :data:`TURN_S`; pass what they say to :meth:`_take`, and losses to :meth:`_lose`."""
 
     @abstractmethod
-    def _send_signal(self, place: NodePlace, number: int) -> None:
+    def _send_signal(self, node: ActorNode, number: int) -> None:
         """Signal a node's command, without waiting for it."""
 
     @abstractmethod
-    def _replace(self, place: NodePlace) -> None:
+    def _replace(self, node: ActorNode) -> None:
         """Start the command in a new actor, as soon as there is room for one; do not wait for it."""
 
     @abstractmethod
-    def _forget(self, place: NodePlace) -> None:
+    def _forget(self, node: ActorNode) -> None:
         """Ask nothing more of a node, which has ended."""
 
     @abstractmethod
@@ -289,11 +289,11 @@ class ActorJobController(ABC):
 
     def _begin(self) -> None:
         try:
-            self._place_all()
+            self._make_actors()
             job_id = self._job_id()
             self._begun = True
-            hosts = ",".join(place.address for place in self._places)
-            self._variables = {NODES: str(len(self._places)), HOSTS: hosts, JOB_ID: job_id}
+            hosts = ",".join(node.address for node in self._nodes)
+            self._variables = {NODES: str(len(self._nodes)), HOSTS: hosts, JOB_ID: job_id}
             self._start_all()
         except self.errors as error:
             raise LaunchError(
@@ -305,12 +305,12 @@ class ActorJobController(ABC):
         """Return a name from which all nodes derive the same port, which is free on the first one."""
         while True:
             job_id = f"job-{secrets.token_hex(4)}"
-            if self._can_listen(self._places[0], job_port(job_id)):
+            if self._can_listen(self._nodes[0], job_port(job_id)):
                 return job_id
 
-    def _variables_of(self, place: NodePlace) -> dict[str, str]:
+    def _variables_of(self, node: ActorNode) -> dict[str, str]:
         """Return the variables of a node's command; the agent of a replacement finds the active ones."""
-        return {**self._job.env, NODE_RANK: str(place.rank), **self._variables}
+        return {**self._job.env, NODE_RANK: str(node.rank), **self._variables}
 
     # Follow
 
@@ -325,18 +325,18 @@ class ActorJobController(ABC):
         """Return whether the processes that must end after a failure are over their time limit."""
         return self._deadline is not None and time.monotonic() > self._deadline
 
-    def _take(self, place: NodePlace, lines: Sequence[tuple[int, bytes]], code: int | None) -> None:
+    def _take(self, node: ActorNode, lines: Sequence[tuple[int, bytes]], code: int | None) -> None:
         """Show what a node has printed; its command has ended if there is an exit code."""
-        self._show(place, lines)
+        self._show(node, lines)
         if code is None:
             return
         if code < 0 and self._job.recovers and not self._stopping:
-            self._lose(place, f"its agent was killed by {signal.Signals(-code).name}")
+            self._lose(node, f"its agent was killed by {signal.Signals(-code).name}")
         else:
-            self._end(place, code)
+            self._end(node, code)
 
-    def _show(self, place: NodePlace, lines: Sequence[tuple[int, bytes]]) -> None:
-        prefix = f"machine {place.rank} | ".encode() if len(self._places) > 1 else b""
+    def _show(self, node: ActorNode, lines: Sequence[tuple[int, bytes]]) -> None:
+        prefix = f"machine {node.rank} | ".encode() if len(self._nodes) > 1 else b""
         for number, line in lines:
             stream = sys.stdout if number == 1 else sys.stderr
             stream.buffer.write(prefix + line)
@@ -348,70 +348,70 @@ class ActorJobController(ABC):
     def _stopping(self) -> bool:
         return self._asked is not None or self._deadline is not None
 
-    def _end(self, place: NodePlace, code: int) -> None:
+    def _end(self, node: ActorNode, code: int) -> None:
         if code == 0 or code in STOPPED or self._stopping:
-            self._has_ended(place, code)
+            self._has_ended(node, code)
             return
-        if len(self._places) > 1:
-            self._say(f"machine {place.rank} ({place.host}) ended with exit code {code}.")
-        self._fail(place, code)
+        if len(self._nodes) > 1:
+            self._say(f"machine {node.rank} ({node.host}) ended with exit code {code}.")
+        self._fail(node, code)
 
-    def _fail(self, place: NodePlace, code: int) -> None:
-        self._has_ended(place, code)
+    def _fail(self, node: ActorNode, code: int) -> None:
+        self._has_ended(node, code)
         if not self._job.recovers and not self._stopping:
             self._deadline = time.monotonic() + _GRACE_S
             self._send(signal.SIGTERM)
 
-    def _has_ended(self, place: NodePlace, code: int) -> None:
-        place.code = code
-        self._ended.append(place)
-        self._forget(place)
+    def _has_ended(self, node: ActorNode, code: int) -> None:
+        node.code = code
+        self._ended.append(node)
+        self._forget(node)
 
-    def _lose(self, place: NodePlace, why: str) -> None:
+    def _lose(self, node: ActorNode, why: str) -> None:
         """Replace a lost node, if the job can accept another one."""
-        where = f"machine {place.rank} ({place.host or 'not placed yet'}) was lost: {why}."
+        where = f"machine {node.rank} ({node.host or 'not placed yet'}) was lost: {why}."
         if self._job.recovers and any(other.code == 0 for other in self._ended):
             # the run had ended before
-            place.replaced = True
-            place.code = 0
-            self._forget(place)
+            node.replaced = True
+            node.code = 0
+            self._forget(node)
             return
-        why_not = self._why_not_replaced(place)
+        why_not = self._why_not_replaced(node)
         if self._stopping or why_not:
             if not self._stopping:
                 self._say(f"{where} {why_not}")
-            self._fail(place, 1)
+            self._fail(node, 1)
             return
         self._lost += 1
-        alone = len(self._places) == 1
+        alone = len(self._nodes) == 1
         then = "it continues from its last checkpoint" if alone else "another joins the others, which continue"
         self._say(f"{where} As soon as {self._engine} has room, {then}.")
-        place.started = alone
-        place.replaced = True
-        self._replace(place)
+        node.started = alone
+        node.replaced = True
+        self._replace(node)
 
-    def _why_not_replaced(self, place: NodePlace) -> str:
+    def _why_not_replaced(self, node: ActorNode) -> str:
         if not self._job.recovers:
             return "Only tasks under --rank-launcher agent recover from that; this job ends."
         if self._lost >= self._job.replacements:
             return f"No more than --machine-restarts {self._job.replacements} are replaced."
-        others = any(other.running for other in self._places if other is not place)
-        return "" if others or len(self._places) == 1 else "No other is left; continue with paceline resume."
+        others = any(other.running for other in self._nodes if other is not node)
+        return "" if others or len(self._nodes) == 1 else "No other is left; continue with paceline resume."
 
     def _say(self, text: str) -> None:
         print(f"paceline: {text}", file=sys.stderr, flush=True)
 
     def _send(self, number: int) -> None:
-        for place in self._places:
-            if place.running:
-                self._send_signal(place, int(number))
+        for node in self._nodes:
+            if node.running:
+                self._send_signal(node, int(number))
 
     # End
 
     def _conclude(self) -> int:
         """Return the first failure's exit code; for a job that outlives nodes, that of the last one to end."""
-        codes = [place.code or 0 for place in self._ended]
-        own = [place.code or 0 for place in self._ended if not place.replaced]
+        codes = [node.code or 0 for node in self._ended]
+        own = [node.code or 0 for node in self._ended if not node.replaced]
         if self._asked is not None and any(codes):
             stopped = [code for code in codes if code in STOPPED]
             return stopped[0] if stopped else 128 + self._asked

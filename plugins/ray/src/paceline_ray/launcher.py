@@ -20,10 +20,11 @@ from paceline.launch.launcher import (
     option,
     refuse_unsupported,
 )
+from paceline.launch.local import ForegroundJob
 from paceline.launch.node import node_command
 from paceline.launch.rank_variables import interface_variables
 from paceline.launch.submit import ForegroundLauncher
-from paceline.launch.supervisor import ForegroundJob, RankStarter, SupervisedJob
+from paceline.launch.supervisor import RankStarter, SupervisedJob
 from paceline_ray.actor_nodes import (
     PATIENCE_S,
     READ_S,
@@ -31,7 +32,7 @@ from paceline_ray.actor_nodes import (
     ActorCommand,
     ActorJob,
     ActorJobController,
-    NodePlace,
+    ActorNode,
     can_listen,
     reason_of,
 )
@@ -109,16 +110,16 @@ class RayJobController(ActorJobController):
         self.errors = (ray.exceptions.RayError, OSError)
         self._ray = ray
         self._ray_job = job
-        self._pending: dict[NodePlace, Any] = {}  # what was asked of each actor last: to start, then to read
+        self._pending: dict[ActorNode, Any] = {}  # what was asked of each actor last: to start, then to read
         self._group: Any = None
         self._bundles: list[dict[str, int]] = []
 
-    def _place_all(self) -> None:
+    def _make_actors(self) -> None:
         self._group = self._reserve()
-        for place in self._places:
-            place.actor = self._actor(place.rank)
-        for place in self._places:
-            place.host, place.address = self._ray.get(place.actor.address.remote())
+        for node in self._nodes:
+            node.actor = self._actor(node.rank)
+        for node in self._nodes:
+            node.host, node.address = self._ray.get(node.actor.address.remote())
 
     def _reserve(self) -> Any:
         """Make a placement group with a bundle for each node; waits until the cluster has room."""
@@ -154,60 +155,60 @@ class RayJobController(ActorJobController):
         )
         return actor.remote()
 
-    def _can_listen(self, place: NodePlace, port: int) -> bool:
-        free: bool = self._ray.get(place.actor.can_listen.remote(port))
+    def _can_listen(self, node: ActorNode, port: int) -> bool:
+        free: bool = self._ray.get(node.actor.can_listen.remote(port))
         return free
 
     def _start_all(self) -> None:
-        for place in self._places:
-            self._ray.get(self._start(place))
-            place.started = True
+        for node in self._nodes:
+            self._ray.get(self._start(node))
+            node.started = True
 
-    def _start(self, place: NodePlace) -> Any:
-        env = {**self._variables_of(place), "RAY_ADDRESS": self._ray.get_runtime_context().gcs_address}
-        self._pending[place] = place.actor.start.remote(self._job.command, env, self._job.workdir)
-        return self._pending[place]
+    def _start(self, node: ActorNode) -> Any:
+        env = {**self._variables_of(node), "RAY_ADDRESS": self._ray.get_runtime_context().gcs_address}
+        self._pending[node] = node.actor.start.remote(self._job.command, env, self._job.workdir)
+        return self._pending[node]
 
     def _poll(self) -> None:
-        waiting = {answer: place for place, answer in self._pending.items()}
+        waiting = {answer: node for node, answer in self._pending.items()}
         if not self._ray.wait(list(waiting), timeout=TURN_S)[0]:
             return
         ready, _ = self._ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
         for answer in ready:
             self._hear(waiting[answer])
 
-    def _hear(self, place: NodePlace) -> None:
+    def _hear(self, node: ActorNode) -> None:
         try:
-            said = self._ray.get(self._pending[place])
+            said = self._ray.get(self._pending[node])
         except self._ray.exceptions.ActorUnavailableError:
             said = [], None  # a link that broke; the machine may be back
         except self.errors as error:
-            self._lose(place, reason_of(error))
+            self._lose(node, reason_of(error))
             return
         if said is None:
-            place.started = True
+            node.started = True
             said = [], None
         lines, code = said
         if code is None:
-            self._pending[place] = place.actor.read.remote(READ_S)
-        self._take(place, lines, code)
+            self._pending[node] = node.actor.read.remote(READ_S)
+        self._take(node, lines, code)
 
-    def _send_signal(self, place: NodePlace, number: int) -> None:
-        place.actor.send_signal.remote(number)
+    def _send_signal(self, node: ActorNode, number: int) -> None:
+        node.actor.send_signal.remote(number)
 
-    def _replace(self, place: NodePlace) -> None:
-        self._ray.kill(place.actor)
-        place.actor = self._actor(place.rank)
-        self._start(place)
+    def _replace(self, node: ActorNode) -> None:
+        self._ray.kill(node.actor)
+        node.actor = self._actor(node.rank)
+        self._start(node)
 
-    def _forget(self, place: NodePlace) -> None:
-        self._pending.pop(place, None)
+    def _forget(self, node: ActorNode) -> None:
+        self._pending.pop(node, None)
 
     def _end_all(self) -> None:
         ray = self._ray
         with suppress(ray.exceptions.RayError):
-            actors = [place.actor for place in self._places if place.actor is not None]
-            running = [p.actor.end.remote() for p in self._places if p.running]
+            actors = [node.actor for node in self._nodes if node.actor is not None]
+            running = [p.actor.end.remote() for p in self._nodes if p.running]
             if running:
                 ray.wait(running, num_returns=len(running), timeout=PATIENCE_S)
             for actor in actors:

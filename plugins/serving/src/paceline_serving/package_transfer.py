@@ -26,11 +26,11 @@ ReadFile = Callable[[str], Iterator[bytes]]
 """Yields the content of a package's file."""
 
 
-PackagePlace: TypeAlias = "DirectoryPlace | PackageStore"
+PackageLocation: TypeAlias = "PackageDirectory | PackageStore"
 """A registry that packages are copied from and to."""
 
 
-class DirectoryPlace(Registry):
+class PackageDirectory(Registry):
     """A registry in a directory."""
 
     def read(self, digest: str, name: str, size: int) -> Iterator[bytes]:
@@ -66,14 +66,14 @@ class DirectoryPlace(Registry):
             self.commit(draft, manifest)
 
 
-def open_place(location: str | Path) -> PackagePlace:
+def open_location(location: str | Path) -> PackageLocation:
     """Return the registry in a directory, or at an address of an object store.
 
     Raises:
         ConfigError: the address is malformed.
     """
     if not is_address(location):
-        return DirectoryPlace(Path(location))
+        return PackageDirectory(Path(location))
     from paceline_stores.package_store import PackageStore
 
     check_location(str(location), "the registry")
@@ -89,7 +89,7 @@ class CopiedPackage(NamedTuple):
 
 
 def copy_package(
-    what: str, source: PackagePlace, target: PackagePlace, on_bytes: OnBytes = lambda done, total: None
+    what: str, source: PackageLocation, target: PackageLocation, on_bytes: OnBytes = lambda done, total: None
 ) -> CopiedPackage:
     """Copy a package and its tag.
 

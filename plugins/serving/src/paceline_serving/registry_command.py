@@ -163,10 +163,10 @@ def pull(package: PackageName, source: str, *, json: Json = False) -> int:
 
 
 def _copy(package: str, source: str | Path, to: str | Path, *, json: bool) -> int:
-    from paceline_serving.package_transfer import copy_package, open_place
+    from paceline_serving.package_transfer import copy_package, open_location
 
     with progress_bar("copying", quiet=json, in_bytes=True) as on_bytes:
-        digest, reference, size = copy_package(package, open_place(source), open_place(to), on_bytes)
+        digest, reference, size = copy_package(package, open_location(source), open_location(to), on_bytes)
     path = f"{to}/packages/{digest}"
     name = None if reference is None else str(reference)
     if json:

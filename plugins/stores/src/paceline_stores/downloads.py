@@ -39,8 +39,8 @@ def download(address: str) -> list[Path]:
 def _cached(store: ObjectStore, found: FoundObject) -> Path:
     """Return an object's file; the first process of a node downloads it."""
     address = f"{store.address}/{found.name}"
-    place = hashlib.sha256(f"{address}\n{found.size}\n{found.version}".encode()).hexdigest()[:32]
-    folder = user_directory("cache") / "data" / place
+    digest = hashlib.sha256(f"{address}\n{found.size}\n{found.version}".encode()).hexdigest()[:32]
+    folder = user_directory("cache") / "data" / digest
     file, record = folder / Path(found.name).name, folder / "download.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)

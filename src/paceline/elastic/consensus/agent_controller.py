@@ -100,13 +100,13 @@ class Follower:
         self._fenced = term
         self._followed = None
         for worker, (generation, state) in self._node.workers.items():
-            if state.status == "member":
+            if state.status == "in_group":
                 self._node.send(worker, GroupBroken(generation))
         self.report_quiesced()
 
     def report_quiesced(self) -> None:
         """Report, once true, that no worker here acts in a group."""
-        if self._fenced is None or any(state.status == "member" for _, state in self._node.workers.values()):
+        if self._fenced is None or any(state.status == "in_group" for _, state in self._node.workers.values()):
             return
         term, self._fenced = self._fenced, None
         if term.node == self._peers.name:

@@ -14,7 +14,7 @@ POOLS = {"pool0": ["a:2222"], "pool1": ["b:2222", "c:2222"]}
 
 
 @pytest.mark.parametrize(
-    ("environ", "place"),
+    ("environ", "node"),
     [
         ({}, NodeEnvironment()),
         (
@@ -59,8 +59,8 @@ POOLS = {"pool0": ["a:2222"], "pool1": ["b:2222", "c:2222"]}
         ({"SLURM_JOB_ID": "7", "SLURM_NODEID": "0"}, NodeEnvironment()),
     ],
 )
-def test_each_system(environ: dict[str, str], place: NodeEnvironment) -> None:
-    assert detect_node(environ) == place
+def test_each_system(environ: dict[str, str], node: NodeEnvironment) -> None:
+    assert detect_node(environ) == node
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_sagemaker_says_it_in_a_file_where_its_toolkit_is_not_in_the_image(tmp_p
     file = tmp_path / "input/config/resourceconfig.json"
     file.parent.mkdir(parents=True)
     file.write_text('{"current_host": "algo-2", "hosts": ["algo-2", "algo-1"], "network_interface_name": "eth0"}')
-    place = NodeEnvironment(node_rank=1, nodes=2, hosts=("algo-1", "algo-2"), job_id="t", source="sagemaker")
-    assert detect_node(environ) == place
+    node = NodeEnvironment(node_rank=1, nodes=2, hosts=("algo-1", "algo-2"), job_id="t", source="sagemaker")
+    assert detect_node(environ) == node
     file.write_text('{"current_host": "algo-3", "hosts": ["algo-1"]}')
     with pytest.raises(ConfigError, match="'algo-3', is not one of the hosts"):
         detect_node(environ)
