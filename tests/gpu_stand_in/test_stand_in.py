@@ -190,4 +190,4 @@ def test_each_launcher_trains_on_them(train_on_gpus: TrainOnGpus, launcher: str)
     assert {step.rank for step in trained.steps} == set(range(ranks))
     assert {step.step for step in trained.steps} == {0, 1}
     # The line of Paceline that waits, and the operator.
-    assert any(re.fullmatch(r"parallel/step_header\.py:\d+ \w+: .+", cause) for cause in trained.steps[-1].device)
+    assert any(re.fullmatch(r"parallel/grad_buffers\.py:\d+ \w+: .+", cause) for cause in trained.steps[-1].device)

@@ -43,7 +43,7 @@ MESSAGES: list[Message] = [
     WorkerEvent(4, WorkerHeartbeat(step=3, version=4, phase="data")),
     ENDED,
     Ended(4, 1, None, 0, "", 0, -1, retired=True, failure=None),
-    WorkerList(2, ((4, 7, WorkerState(1, "member")), (5, -1, WorkerState(0, "starting")))),
+    WorkerList(2, ((4, 7, WorkerState(1, "in_group")), (5, -1, WorkerState(0, "starting")))),
     Quiesced(TERM),
     SignalReceived(15),
     AddressBook((("a", ("10.0.0.1", 29500)), ("b", ("10.0.0.2", 40000)))),

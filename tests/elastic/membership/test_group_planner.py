@@ -308,7 +308,7 @@ def test_spares_compute_for_a_node_that_was_lost(leader: str) -> None:
     else:
         planner = Planner(nodes={}, max_workers=12, generation=0, spares=1)
         planner.take_over(100, 2, has_begun=True)
-        planner.node_joins("b", 1, {1: WorkerState(1, "member"), 2: WorkerState(2, "member")})
+        planner.node_joins("b", 1, {1: WorkerState(1, "in_group"), 2: WorkerState(2, "in_group")})
     planner.waits(1)
     assert planner.waits(2) == [FormGroup(WorkerGroup(1, (1, 2), 2))]
     # The spare is on the last node again.
@@ -333,10 +333,10 @@ def test_who_takes_over_ends_the_group_and_keeps_its_members_in_front() -> None:
     planner = Planner(nodes={}, max_workers=12, generation=4)
     planner.forms_at_once = False  # until enough nodes have told of their workers
     planner.take_over(100, 6, has_begun=True)
-    workers = {11: WorkerState(2, "member"), 12: WorkerState(3, "waiting")}
+    workers = {11: WorkerState(2, "in_group"), 12: WorkerState(3, "waiting")}
     assert planner.node_joins("b", 2, workers) == [BreakGroup(4, (11,))]
     assert planner.waits(11) == []
-    assert planner.node_joins("c", 2, {21: WorkerState(1, "member")}) == [
+    assert planner.node_joins("c", 2, {21: WorkerState(1, "in_group")}) == [
         Start(100, "c", 0),
         BreakGroup(4, (21,)),
     ]
