@@ -317,6 +317,10 @@ def test_adapters_need_a_linear_layer() -> None:
         add_adapters(nn.Sequential(nn.Linear(2, 2)), Lora())
 
 
+class _OwnLinear(nn.Linear):
+    """A subclass, as Falcon has one."""
+
+
 class _TwoHeads(nn.Module):
     """The name of one layer ends in that of another, and so does that of an embedding."""
 
@@ -335,6 +339,7 @@ class _TwoHeads(nn.Module):
             ("all-linear",),
             {"0", "1.1"},
         ),
+        (nn.Sequential(_OwnLinear(4, 4), nn.MultiheadAttention(4, 1), nn.Linear(4, 2)), ("all-linear",), {"0"}),
         (_TwoHeads(), ("all-linear",), {"fc"}),
         (_TwoHeads(), ("fc",), {"fc", "head.fc"}),
     ],

@@ -67,7 +67,7 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
 
 def target_layers(module: nn.Module, lora: Lora) -> list[str]:
     """Return the names of the layers that get an adapter."""
-    linear = [name for name, layer in module.named_modules() if type(layer) is nn.Linear or _is_conv1d(layer)]
+    linear = [name for name, layer in module.named_modules() if _is_linear(layer) or _is_conv1d(layer)]
     if lora.targets == (ALL_LINEAR,):
         found = linear[:-1]
         if not found:
@@ -86,6 +86,13 @@ def target_layers(module: nn.Module, lora: Lora) -> list[str]:
             )
         found += [name for name in meant if name not in found]
     return found
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    """Return whether a layer is nn.Linear or a model's own subclass; torch's attention does not call its own."""
+    return isinstance(layer, nn.Linear) and (
+        type(layer) is nn.Linear or not type(layer).__module__.startswith("torch.")
+    )
 
 
 def _is_conv1d(layer: nn.Module) -> bool:
