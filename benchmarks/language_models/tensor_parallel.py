@@ -84,8 +84,8 @@ def _read(directory: Path) -> Sample:
 def main() -> None:
     """Print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
     steps = options.steps + _WARMUP
     with tempfile.TemporaryDirectory(prefix="paceline-bench-tp-") as name:
