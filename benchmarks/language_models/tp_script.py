@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 torch.distributed.init_process_group("gloo")
 model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-samples = torch.from_numpy(np.fromfile(tokens, "<u2").astype(np.int64)).unflatten(0, (-1, BATCH_SIZE, CONTEXT))
+samples = torch.from_numpy(np.fromfile(tokens, "<u2").astype(np.int64)).reshape(-1, BATCH_SIZE, CONTEXT)
 seconds, losses = [], []
 for batch in samples[: int(steps)]:
     loss = model(input_ids=batch, labels=batch, use_cache=False).loss
