@@ -468,7 +468,7 @@ def _run_step(
     candidates: Sequence[tuple[str, nn.Module]],
     repeated: RepeatedBlocks | None,
 ) -> tuple[MemoryTrace, MemoryTrace, list[tuple[str, nn.Module]]] | None:
-    """Trace as :func:`_run`, with a few of the repeated blocks; None if the others cannot be told from these."""
+    """Trace as :func:`_run`, with a few of the repeated blocks; None if these differ."""
     parameters = list(module.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.requires_grad and parameter.grad is not None]
     live = MemoryTracker([*parameters, *module.buffers(), *gradients, *_tensors(batch)], weights=parameters)

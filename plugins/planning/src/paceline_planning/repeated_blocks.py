@@ -85,7 +85,7 @@ class RepeatedBlocks:
             return found  # type: ignore[return-value]
 
         def shared(part: Iterable[Event]) -> list[Event]:
-            """A part outside of the blocks: what it frees of the second block, it frees of those like it."""
+            """A part outside of the blocks, which frees tensors of all of them alike."""
             return [
                 (event[0] + by, *event[1:]) if event[0] == second else moved([event])[0]
                 for event in part
