@@ -130,7 +130,8 @@ class _Stopped(StopRequested, SystemExit):
         self.code = stop.exit_code
 
 
-_Stopped.__name__ = _Stopped.__qualname__ = StopRequested.__name__  # the documented one, in logs and tracebacks
+_Stopped.__name__ = StopRequested.__name__  # the documented one, in logs and tracebacks
+_Stopped.__qualname__ = _Stopped.__name__
 
 
 @contextmanager

@@ -197,8 +197,10 @@ class StreamEpochAuditor(EpochAuditor):
 
     def __init__(self, epoch: int, start: int) -> None:
         super().__init__(epoch)
-        self._start = self.end = start
-        self._never = self._repeated = 0
+        self._start = start
+        self.end = start
+        self._never = 0
+        self._repeated = 0
 
     def add(self, entry: LedgerEntry, *, in_turn: bool) -> None:
         """Add a step, whose positions should begin at the previous step's end."""

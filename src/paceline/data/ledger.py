@@ -329,7 +329,10 @@ class LedgerWriter:
         self._synced = 0  # bytes of the file that an fsync covered; the tail follows them
         self._written = 0  # bytes of the tail that were written without an fsync
         self._file: int | None = None
-        self._exists = self._in_directory = self._closed = self._failed = False
+        self._exists = False
+        self._in_directory = False
+        self._closed = False
+        self._failed = False
         self._appending = Lock()
         self._writing = Lock()
         self._syncing = Lock()

@@ -70,7 +70,8 @@ class TensorLoader:
         reference = self._gather.locate(_reference_numbers(order))
         self.checked: SampleCheck | None = SampleCheck(reference_of([self._gather.take(reference)]), len(reference))
         self._epoch = -1
-        self._start = self._stop = 0
+        self._start = 0
+        self._stop = 0
         self._numbers: Indices = np.empty(0, np.int64)
         self._rows = torch.empty(0, dtype=torch.int64)
 

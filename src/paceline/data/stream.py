@@ -135,7 +135,8 @@ class _Iteration:
         self._readers: weakref.WeakValueDictionary[int, _EveryNth] = weakref.WeakValueDictionary()
         self._drawn = 0
         self._most = 1  # items that one reader took before another one's turn
-        self._last, self._taken = -1, 0
+        self._last = -1
+        self._taken = 0
         self._slower: _Iteration | None = None
         self._stateful = _copy_with_state(dataset)
         self._has_threads = _contains(dataset, _THREADED)
@@ -206,7 +207,8 @@ class _Iteration:
     def count(self, reader: _EveryNth) -> None:
         """Count the items that a reader takes in its turn."""
         self._taken = self._taken + 1 if reader.shard == self._last else 1
-        self._last, self._most = reader.shard, max(self._most, self._taken)
+        self._last = reader.shard
+        self._most = max(self._most, self._taken)
 
     def _drop(self, reader: _EveryNth) -> None:
         """Let a reader that falls behind, since its micro-batches are smaller, continue in another iteration."""

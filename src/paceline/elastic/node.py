@@ -629,7 +629,8 @@ class NodeWorkers:
             case None:
                 self._forkserver_ended(fork_server)
             case Forked(number, pid, pidfd):
-                self._failed_forkservers = self._ended_forkservers = 0
+                self._failed_forkservers = 0
+                self._ended_forkservers = 0
                 if number != STORE_HOST:
                     self._forked(number, pid, pidfd)
                 else:

@@ -27,7 +27,8 @@ class _Lines:
     """
 
     def __init__(self, output: int) -> None:
-        self._output, self._unfinished = output, b""
+        self._output = output
+        self._unfinished = b""
 
     def take(self, block: bytes) -> None:
         content = self._unfinished + block

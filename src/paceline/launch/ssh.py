@@ -87,7 +87,8 @@ class SshMachine:
         assert stdin is not None
         assert stdout is not None
         assert stderr is not None
-        self._stdin, self._stderr = stdin, stderr
+        self._stdin = stdin
+        self._stderr = stderr
         self._outputs: list[IO[bytes]] = [stdout, stderr]
         for pipe in (stdin, stdout, stderr):
             os.set_blocking(pipe.fileno(), False)

@@ -414,7 +414,8 @@ class FSDP(ExternalReduceStrategy):
                 unit.set_custom_reduce_scatter(self._sums[-1])
             elif copies.world_size > 1:
                 unit.set_custom_reduce_scatter(ReduceScatterOverReplicas(copies))
-        self._in_loss = self._is_called = False
+        self._in_loss = False
+        self._is_called = False
         self._hooks = [unit.register_forward_pre_hook(self._make_guard(unit), prepend=True) for unit in self._units]
         self._hooks += [unit.register_forward_hook(self._guard_outputs) for unit in self._units]
 
@@ -483,7 +484,8 @@ class FSDP(ExternalReduceStrategy):
 
     def _begin_microbatch(self) -> None:
         super()._begin_microbatch()
-        self._in_loss, self._is_called = True, False
+        self._in_loss = True
+        self._is_called = False
         is_last = self._micro_steps_left == 0
         for sums in self._sums:
             sums.micro_steps_left = self._micro_steps_left

@@ -55,7 +55,8 @@ class PendingMessages:
             PeerLostError: a peer is gone.
         """
         works, staged = self._works, self._staged
-        self._works = self._staged = ()
+        self._works = ()
+        self._staged = ()
         with translate_peer_errors():
             for work in works:
                 work.wait()

@@ -79,7 +79,8 @@ class ProgressTracker:
     def begin(self, stage: Stage) -> None:
         self.stage: Stage = stage
         self.phase: str = stage
-        self.since = self.moved_at = monotonic()
+        self.since = monotonic()
+        self.moved_at = self.since
 
     def end(self) -> None:
         """End the stage, learn its duration, and begin a step."""

@@ -358,7 +358,8 @@ class SharedMemoryTransport:
 
     def exchange(self, header: Sequence[float]) -> list[Sequence[float]]:
         headers = self._headers
-        self._headers, self._next_headers = self._next_headers, headers
+        self._headers = self._next_headers
+        self._next_headers = headers
         mine = headers[self._rank]
         for index, value in enumerate(header):
             mine[index] = value

@@ -290,7 +290,8 @@ class ParallelDims:
     """
 
     def __init__(self, world: World, axes: Mapping[str, int]) -> None:
-        self.world = self.data = world
+        self.world = world
+        self.data = world
         self.device_mesh: DeviceMesh | None = None
         self._axes = tuple(axes)
         if set(axes) <= {"dp"} or world.world_size == 1:

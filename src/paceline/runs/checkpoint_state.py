@@ -114,7 +114,8 @@ class Snapshot:
 
     def _allocate(self, files: Mapping[str, Mapping[str, Tensor]]) -> None:
         # Free the old copy first: two would be a second copy of the model.
-        self.files, self._chunks = {}, []
+        self.files = {}
+        self._chunks = []
         every = [tensor for tensors in files.values() for tensor in tensors.values()]
         size = sum(tensor.nbytes for tensor in every)
         try:

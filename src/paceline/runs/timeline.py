@@ -230,7 +230,8 @@ class _TimelineReader:
         if self._began is not None:
             self._interruptions.append(Interruption(self._cause, self._began, seconds, self._forming))
         self._active += seconds - self._since
-        self._since = self._began = None
+        self._since = None
+        self._began = None
         self._causes = []
 
 

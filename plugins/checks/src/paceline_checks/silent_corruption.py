@@ -72,7 +72,9 @@ class SDCChecker(StepHook):
         self._timer = timer
         self._strategy: ReducerStrategy | None = None
         self._loader: Loader | None = None
-        self._microbatch = self._owner = self._second = 0
+        self._microbatch = 0
+        self._owner = 0
+        self._second = 0
         self._recomputed = 0
 
     def report(self, flags: ControlFlags) -> ControlFlags:

@@ -230,7 +230,8 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
         self.state.fn = TrainerFn.FITTING
         self.state.status = TrainerStatus.RUNNING
         self.state.stage = RunningStage.TRAINING
-        self.steps_done = self.epochs_done = 0
+        self.steps_done = 0
+        self.epochs_done = 0
         self.run_schedule = RunSchedule(total_steps=None, steps_per_epoch=None)
         self._group: RankInfo | None = None
         self._metrics: dict[str, torch.Tensor] = {}
@@ -712,7 +713,8 @@ class LightningBridge(Callback):
         """Return a hook's logged values, which must be equal on all ranks; note if any rank's callback stops."""
         assert self._group is not None
         answers = self._group.gather([{n: repr(v) for n, v in logged.items()}, bool(self.trainer.should_stop)])
-        self.should_stop = self.trainer.should_stop = any(stop for _, stop in answers)
+        self.should_stop = any(stop for _, stop in answers)
+        self.trainer.should_stop = self.should_stop
         for rank, (other, _) in enumerate(answers):
             different = sorted(n for n in {*logged, *other} if other.get(n) != answers[0][0].get(n))
             if different:

@@ -317,13 +317,17 @@ class DocumentReader:
                 self._sample += 1
                 self._documents += documents
                 return sample
-            self._block, self._sample, self._samples = self._block + 1, 0, None
+            self._block += 1
+            self._sample = 0
+            self._samples = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"block": self._block, "sample": self._sample, "units": self._documents}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._block, self._sample, self._documents = state["block"], state["sample"], state.get("units", 0)
+        self._block = state["block"]
+        self._sample = state["sample"]
+        self._documents = state.get("units", 0)
 
     def _begin(self, place: int) -> Future[list[Sample]] | None:
         if place >= len(self._blocks):

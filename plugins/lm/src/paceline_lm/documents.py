@@ -77,7 +77,8 @@ class Documents(Dataset[dict[str, torch.Tensor]]):
 
     def _open(self) -> None:
         with safe_open(self._file, "pt") as tensors:
-            self._tokens, self._labelled = tensors.get_tensor("tokens"), tensors.get_tensor("labelled")
+            self._tokens = tensors.get_tensor("tokens")
+            self._labelled = tensors.get_tensor("labelled")
             self._offsets: NDArray[np.int64] = tensors.get_tensor("offsets").numpy()
             recorded = tensors.metadata()
         self.digest = recorded["digest"]

@@ -47,7 +47,8 @@ class SourceOrder:
             IndexError: there is no such position.
         """
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, Permutation(len(self), derive_key(self.key, _PLACE, epoch))
+            self._epoch = epoch
+            self._order = Permutation(len(self), derive_key(self.key, _PLACE, epoch))
         place = int(self._order(np.array([position]))[0])
         which = int(np.searchsorted(self._starts, place, side="right")) - 1
         return which, place - int(self._starts[which])
@@ -257,7 +258,8 @@ class MixtureReader:
         return {"item": self._item, "passes": list(self._passes), "sources": states, "units": units}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._item, self._passes = state["item"], list(state["passes"])
+        self._item = state["item"]
+        self._passes = list(state["passes"])
         self._units = state["units"] - sum(each["units"] for each in state["sources"])
         for which, each in enumerate(state["sources"]):
             self._readers[which] = self._open(which)

@@ -203,7 +203,8 @@ class SpeedMeter:
         self._seconds_before = dict(self._timer.seconds)
         self._training_before = self._timer.training_s()
         self._gpu_s = 0.0
-        self._steps = self._microbatches = 0
+        self._steps = 0
+        self._microbatches = 0
 
     def begin(self) -> None:
         """Mark the start of a step's first forward."""

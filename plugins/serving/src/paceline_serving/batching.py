@@ -109,7 +109,8 @@ class _DividedRequest:
 
     def __init__(self, inputs: Arrays, rows: int) -> None:
         self.inputs = inputs
-        self.rows = self.unqueued_rows = rows
+        self.rows = rows
+        self.unqueued_rows = rows
         self.pieces: deque[asyncio.Future[dict[str, Array]]] = deque()
         self.outputs: dict[str, Array] = {}
         self._computed = 0

@@ -76,7 +76,8 @@ class Request:
         self.user = ""
         self.waiting: set[asyncio.Future[Any]] = set()
         self.keep_alive = keep_alive
-        self.is_answered = self.is_gone = False
+        self.is_answered = False
+        self.is_gone = False
         self._connection = connection
         self._expects_continue = expects_continue
         self._pieces: list[bytes] = []
@@ -190,7 +191,9 @@ class HttpConnection(asyncio.Protocol):
         self._is_reading = True
         self._rejection: bytes | None = None
         self._drained: asyncio.Future[None] | None = None  # while the client reads more slowly than we write
-        self._head_bytes = self._fields = self._unparsed_bytes = 0
+        self._head_bytes = 0
+        self._fields = 0
+        self._unparsed_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self.client = ""
 
@@ -257,7 +260,9 @@ class HttpConnection(asyncio.Protocol):
     # The parser's side
 
     def on_message_begin(self) -> None:
-        self._head_bytes = self._fields = self._unparsed_bytes = 0
+        self._head_bytes = 0
+        self._fields = 0
+        self._unparsed_bytes = 0
         self._in_body = False
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
@@ -572,7 +577,8 @@ class BodySize:
 
     def __init__(self, bodies: RequestBodies) -> None:
         self._bodies = bodies
-        self._size = self._counted = 0
+        self._size = 0
+        self._counted = 0
 
     def __enter__(self) -> Self:
         return self

@@ -100,7 +100,8 @@ class EngineProcess:
         self.name = self.model.name
         self.answers_as = f"{self.name}@main" if name == "transformers" else self.name
         self.in_flight = 0
-        self.heard_at = self.moved_at = 0.0
+        self.heard_at = 0.0
+        self.moved_at = 0.0
         self._kind = name
         self._arguments = arguments
         self._process: asyncio.subprocess.Process | None = None
@@ -141,7 +142,8 @@ class EngineProcess:
         except BaseException:
             await self.stop()
             raise
-        self.heard_at = self.moved_at = time.monotonic()
+        self.heard_at = time.monotonic()
+        self.moved_at = self.heard_at
 
     async def _answers(self, client: httpx.AsyncClient) -> bool:
         """Return whether it generates a token; the first one may take many seconds more than the next ones."""

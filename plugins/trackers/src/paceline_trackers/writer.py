@@ -62,7 +62,8 @@ class TrackerWriter:
         self._waiting: queue.Queue[Mapping[str, Any] | Media | None] = queue.Queue(_MOST_WAITING)
         self._result: Mapping[str, Any] | None = None
         self._lost = 0
-        self._abandoned = self._has_warned = False
+        self._abandoned = False
+        self._has_warned = False
         self._sent: dict[str, int] = {}
         self._thread = threading.Thread(target=self._work, name=f"paceline-{name}", daemon=True)
         self._thread.start()

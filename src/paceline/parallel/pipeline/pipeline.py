@@ -477,7 +477,8 @@ class Pipeline:
         self.plan = ReductionPlan(
             sum(options.work_split), mesh.data.world_size, options.reduction_order, options.work_split
         )
-        self.module = self.model = module
+        self.module = module
+        self.model = module
         self.microbatches = self.plan.microbatches_of(mesh.data.rank)
         self._mesh = mesh
         schedule = options.config[PipelineOptions].pp_schedule

@@ -143,7 +143,8 @@ class _Buffers:
         self._base = [buffer.clone() for _, _, buffer in self._entries]
         self._sums = [torch.zeros_like(buffer, dtype=_dtype_of_sums(buffer)) for buffer in self._base]
         self._changed = [False] * len(self._base)
-        self._samples = self._microbatches = 0
+        self._samples = 0
+        self._microbatches = 0
 
     @torch.no_grad()
     def end_microbatch(self, samples: int) -> None:
