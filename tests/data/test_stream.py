@@ -291,18 +291,6 @@ def test_a_dataset_with_a_state_is_resumed_without_reading_it_again(
             assert len(READ) <= (len(cuts) - 1) * (200 - min(READ))
 
 
-def test_random_numbers_that_datasets_draws_in_threads_are_refused() -> None:
-    def drawn(row: dict[str, int]) -> dict[str, Any]:
-        return {**row, "random": random.random()}
-
-    build = of_datasets(200)
-    assert len(
-        epoch_of(loader_for(IterableShards(build.shuffle(seed=3, buffer_size=10).map(drawn)), 4, 12), 0, range(4))
-    )
-    with pytest.raises(DataError, match=r"before shuffle\(buffer_size=...\), and that draws random numbers"):
-        epoch_of(loader_for(IterableShards(build.map(drawn).shuffle(seed=3, buffer_size=10)), 4, 12), 0, range(4))
-
-
 def test_a_stream_is_evaluated_as_a_whole_in_a_fixed_order() -> None:
     state = torch.get_rng_state()
     samples = read_whole(Buffered(200), "val", 5)
@@ -508,9 +496,3 @@ def test_the_beginning_is_read_once_more(shards: range) -> None:
     moved.fetch(0, 0, shards)
     assert moved.checked is not None
     assert moved.checked.reference != checked.reference
-
-
-def test_the_checksum_tells_positions_apart() -> None:
-    loader = loader_for(Ranges([40, 40]), 2, 8)
-    checksums = {m.checksum for step in range(4) for m in loader.fetch(0, step, range(2))}
-    assert len(checksums) == 8

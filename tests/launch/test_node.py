@@ -20,11 +20,11 @@ def became(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """The commands that the node has become."""
     commands: list[tuple[str, ...]] = []
 
-    def become(command: tuple[str, ...]) -> int:
+    def become(program: str, command: tuple[str, ...]) -> None:
         commands.append(command)
-        return BECAME
+        raise SystemExit(BECAME)
 
-    monkeypatch.setattr(node, "_become", become)
+    monkeypatch.setattr("os.execvp", become)
     return commands
 
 
@@ -36,7 +36,10 @@ def start(run: Path, *, index: int, nodes: str, most: int, monkeypatch: pytest.M
     preflight = shlex.join(["sh", "-c", 'echo "$0" > "$1.$$"; mv "$1.$$" "$1"; exit 3', "{nnodes}", f"{run}/preflight"])
     command = ("python", "-m", "paceline", "train", "net", "--run-dir", str(run))
     words = ["--rank-launcher", "agent", "--nodes", nodes, "--nproc", "2", "--preflight", preflight]
-    return node.main([*words, "--", *command])
+    try:
+        return node.main([*words, "--", *command])
+    except SystemExit as ended:
+        return int(str(ended.code))
 
 
 @pytest.mark.integration

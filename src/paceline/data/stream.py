@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import random
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +12,6 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
@@ -44,8 +42,8 @@ _MOST_TURNS = 4
 _MOST_AHEAD = 64
 """Samples of a whole stream that are read at a time."""
 
-_FORGETFUL, _THREADED = "BufferShuffledExamplesIterable", "InterleavedShardsExamplesIterable"
-"""Parts of Hugging Face's streams: the shuffle buffer, which is not in their state, and what it reads in threads."""
+_FORGETFUL = "BufferShuffledExamplesIterable"
+"""The shuffle buffer of Hugging Face's streams, which their saved state leaves out."""
 
 
 class StreamReader(Protocol):
@@ -104,20 +102,16 @@ class IterableShards:
         return _EveryNth(shared, shard)
 
 
-def _contains(dataset: Any, kind: str) -> bool:
-    """Return whether a stream of ``datasets`` has a part of a class."""
+def _is_forgetful(dataset: Any) -> bool:
+    """Return whether a stream of ``datasets``, or a part of it, has a state without all that it needs."""
     inner = [getattr(dataset, name, None) for name in ("_ex_iterable", "ex_iterable")]
     inner += getattr(dataset, "ex_iterables", None) or []
-    return type(dataset).__name__ == kind or any(_contains(each, kind) for each in inner if each is not None)
-
-
-def _rng_states() -> tuple[Any, ...]:
-    return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    return type(dataset).__name__ == _FORGETFUL or any(_is_forgetful(each) for each in inner if each is not None)
 
 
 def _copy_with_state(dataset: Any) -> Any:
     """Return a copy of a dataset, so that its state is that of one iteration; None if it has no exact state."""
-    if not _has_state(dataset) or _contains(dataset, _FORGETFUL):
+    if not _has_state(dataset) or _is_forgetful(dataset):
         return None
     try:
         return copy.deepcopy(dataset)
@@ -139,7 +133,6 @@ class _Iteration:
         self._taken = 0
         self._slower: _Iteration | None = None
         self._stateful = _copy_with_state(dataset)
-        self._has_threads = _contains(dataset, _THREADED)
         self._items: Iterator[Any] | None = None
         self._saved: list[_SavedState] = []
 
@@ -190,13 +183,7 @@ class _Iteration:
         while not reader.items:
             index = self._drawn
             seed_everything(derive_key(self.key, index))
-            before = _rng_states() if self._has_threads else None
             item = next(self._items)
-            if before is not None and _rng_states() != before:
-                raise DataError(
-                    "datasets computes in threads what is before shuffle(buffer_size=...), and that draws random "
-                    "numbers, so each run would have others. Call map(...) after shuffle(...)."
-                )
             self._drawn = index + 1
             owner = self._readers.get(index % self.num_shards)
             if owner is not None and index >= owner.index:

@@ -14,7 +14,7 @@ import torch
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
 from paceline.parallel import device as devices
-from paceline.parallel import process_group
+from paceline.parallel import world as worlds
 from paceline.parallel.device import choose_device, why_idle
 from paceline.parallel.world import open_world
 
@@ -78,11 +78,11 @@ def test_gpus_that_the_launcher_has_not_found_are_no_silent_choice(torch_sees: S
 
 def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     world: Any = SimpleNamespace(device=CPU, all_gather_object=lambda value: ["a", "b", "a"])
-    monkeypatch.setattr(process_group, "gpu_identity", lambda device: "a")
+    monkeypatch.setattr(worlds, "gpu_identity", lambda device: "a")
     with pytest.raises(ConfigError, match=r"ranks 0 and 2 would share one GPU \(a\).*--nproc"):
-        process_group._check_one_gpu_a_rank(world)
+        worlds._check_one_gpu_a_rank(world)
     world.all_gather_object = lambda value: ["a", "b", "c"]
-    process_group._check_one_gpu_a_rank(world)
+    worlds._check_one_gpu_a_rank(world)
 
 
 def test_idle_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
