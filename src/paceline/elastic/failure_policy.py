@@ -319,7 +319,7 @@ class RecoveryLog:
     """Records the groups that one leader forms.
 
     Args:
-        first: the job's first generation, which replaces no other; -1 if another agent has led before.
+        first: the job's first generation, which replaces no other; -1 if another leader of the job formed it.
     """
 
     def __init__(self, directory: RunDirectory, first: int) -> None:

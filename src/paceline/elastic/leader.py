@@ -226,7 +226,7 @@ class JobLeader:
         planner: decides on the groups; has no nodes yet.
         here: this node, which serves the rendezvous stores.
         address: this node's address for members on all nodes.
-        follows: whether another agent has led before.
+        follows: whether another leader of this job has formed a group.
 
     Attributes:
         planner: as given; read-only for others.

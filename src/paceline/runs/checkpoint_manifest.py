@@ -212,8 +212,8 @@ class FileRecord:
 class Manifest:
     """A checkpoint's description, its files by name, and its format.
 
-    A manifest is valid if it is the canonical text of what it says. So a field that a later format adds is left out of
-    the text of earlier ones.
+    A manifest is valid if it is the canonical text of what it says. So :meth:`to_bytes` must leave a field that a later
+    format adds out of the text of earlier ones.
 
     Raises:
         CheckpointError: a file's name is a path, hidden, or the manifest's own.

@@ -486,7 +486,7 @@ class AgentController:
         else:
             self.leader.shutdown.signalled(number)
 
-    # Members of the node set.
+    # Changes of the node set.
 
     def _review(self) -> None:
         """Update the node set for changes of workers, if this agent leads.

@@ -466,7 +466,7 @@ class PeerDirectory:
         """Return why a peer cannot take part, or "".
 
         Args:
-            others: number of other nodes that compete for a place; 0 if it has one.
+            others: number of other nodes that have joined; 0 if the peer is in the node set already.
         """
         mismatches = differences(self._discovery.hello, self._network.hello_of(peer))
         if mismatches:

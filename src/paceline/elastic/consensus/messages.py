@@ -217,7 +217,7 @@ class WorkerList(AgentMessage, frozen=True, tag="workers"):
 
     Attributes:
         nproc: number of active workers.
-        workers: each worker's number, its last generation, -1 for none, and its place and status.
+        workers: each worker's number, its last generation, -1 for none, and its local index and status.
     """
 
     nproc: int

@@ -329,14 +329,14 @@ class Proposer(Acceptor):
 # :class:`~paceline.elastic.group_planner.GroupPlanner` decides on the workers.
 #
 # - *Claim.* A node that has lost the leader, and is the first in the list that it can reach, claims a term; a quorum
-# must promise to follow no lower one. The claimant proposes again, in its own term, an accepted node set that may be
-# committed, before it leads. - *Stay.* A node that can reach its leader makes no promise to others; a leader that
-# cannot reach a quorum steps down. - *Change.* The leader removes lost nodes and adds admitted ones, by one committed
-# node set after the other. - *Groups.* A group acts as long as all its nodes act in it, so it is dead for ever once one
-# of them has left. Nodes leave when they promise a higher term. A group is formed only if every quorum of the node set
-# contains one of its nodes, and once a quorum is *clear*: acts in no earlier group. A node set is proposed only once a
-# quorum is clear, or if each of its quorums contains a node of the group that may act. So no group is formed before a
-# node of every earlier one has left that one.
+#   must promise to follow no lower one. Before it leads, the claimant proposes again, in its own term, an accepted
+#   node set that may be committed.
+# - *Stay.* A node that can reach its leader makes no promise to others; a leader without a quorum steps down.
+# - *Change.* The leader removes lost nodes and adds admitted ones, by one committed node set after the other.
+# - *Groups.* A group acts as long as all its nodes act in it: once one has left, by promising a higher term, it is dead
+#   for ever. A group is formed only if every quorum of the node set contains one of its nodes, and once a quorum is
+#   *clear*: acts in no earlier group. A node set is proposed only once a quorum is clear, or if each of its quorums
+#   contains a node of the group that may act. So no group forms before a node of every earlier one has left that one.
 #
 # Time enters only as :meth:`Leadership.on_timeout`.
 
