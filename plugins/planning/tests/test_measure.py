@@ -178,16 +178,3 @@ def test_blocks_inside_of_another_module_are_recomputed_one_by_one() -> None:
     weights = anatomy.whole.parameter_bytes // 2
     assert held["bf16", "block"].peak >= weights
     assert held["bf16 gathers", "block"].peak < held["bf16", "block"].peak
-
-
-@pytest.mark.matrix
-def test_equal_blocks_count_as_if_all_of_them_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = Transformer(layers=6, width=8, heads=2, context=4)
-    short = measure(task, 2)
-    monkeypatch.setattr("paceline_planning.measurement.find_repeated_blocks", lambda *_: None)
-    whole = measure(task, 2)
-    assert short.as_json() == whole.as_json()
-    assert short.anatomy.pieces == whole.anatomy.pieces
-    assert short.halved is not None
-    assert whole.halved is not None
-    assert short.halved.whole == whole.halved.whole

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, Literal
 
 import psutil
@@ -39,7 +38,6 @@ from paceline_planning.model_partition import (
     find_segments,
     nbytes,
 )
-from paceline_planning.repeated_blocks import Event, RepeatedBlocks, find_repeated_blocks
 
 # --- One rank's part of a tensor-parallel model: layers cut in two, as a plan of torch's styles says ---
 
@@ -404,7 +402,9 @@ def _trace(
         try:
             with _recomputing(module, recompute, to_the_end=split is not None):
                 for precision in precisions:
-                    trace, without_copies, called = _run(task, module, batch, microbatch, precision, split)
+                    if split is not None:
+                        split.reduced_bytes = 0
+                    trace, without_copies, called = _run(task, module, batch, microbatch, precision)
                     traces[precision, recompute] = trace
                     if precision == "bf16":
                         traces["bf16 gathers", recompute] = without_copies
@@ -440,102 +440,49 @@ def _run(
     batch: Any,
     microbatch: int,
     precision: Precision,
-    split: HalvedModel | None,
 ) -> tuple[MemoryTrace, MemoryTrace, list[tuple[str, nn.Module]]]:
     """Trace one forward and backward; return it also without cast weights, and the pieces as they were called first."""
+    gradients = []
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
     candidates = find_segments(module)
-    repeated = find_repeated_blocks(module, (piece for _, piece in candidates))
-    step = partial(_run_step, task, module, batch, microbatch, precision, split, candidates)
-    found = None
-    if repeated is not None:
-        with suppress(Exception):  # its code counts on all of its blocks
-            found = step(repeated)
-    found = step(None) if found is None else found
-    assert found is not None
-    return found
-
-
-def _run_step(
-    task: Task,
-    module: nn.Module,
-    batch: Any,
-    microbatch: int,
-    precision: Precision,
-    split: HalvedModel | None,
-    candidates: Sequence[tuple[str, nn.Module]],
-    repeated: RepeatedBlocks | None,
-) -> tuple[MemoryTrace, MemoryTrace, list[tuple[str, nn.Module]]] | None:
-    """Trace as :func:`_run`, with a few of the repeated blocks; None if these differ."""
-    parameters = list(module.parameters())
-    gradients = [parameter.grad for parameter in parameters if parameter.requires_grad and parameter.grad is not None]
-    live = MemoryTracker([*parameters, *module.buffers(), *gradients, *_tensors(batch)], weights=parameters)
+    known = [*module.parameters(), *module.buffers(), *gradients, *_tensors(batch)]
+    live = MemoryTracker(known, weights=module.parameters())
     watched = Watched([child for _, child in candidates], live)
-    if split is not None:
-        split.reduced_bytes = 0
-    reduced: list[int] = []  # before and after the second of the repeated blocks
     with live, watched.hooked(), ExitStack() as hooks:
-        for parameter in parameters:
+        for parameter in module.parameters():
             if parameter.requires_grad:
                 hooks.callback(parameter.register_hook(live.mark_gradient).remove)  # type: ignore[no-untyped-call]
-        if repeated is not None:
-            hooks.enter_context(repeated.shortened())
-            if split is not None:
-                second = repeated.blocks[1]
-                hooks.callback(second.register_forward_pre_hook(lambda *_: reduced.append(split.reduced_bytes)).remove)
-                hooks.callback(second.register_forward_hook(lambda *_: reduced.append(split.reduced_bytes)).remove)
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             loss, _ = split_values(task.loss(module, batch))
         total = loss.sum if isinstance(loss, Loss) else loss * microbatch
         forward_events = len(live.events)
         total.backward()  # type: ignore[no-untyped-call]
         del loss, total
-    skipped = {id(block) for block in repeated.skipped} if repeated is not None else set()
     # What forward never called comes last, with nothing to do.
-    uncalled = (i for i in range(len(candidates)) if i not in watched.output_bytes)
-    order = [*watched.order, *(i for i in uncalled if id(candidates[i][1]) not in skipped)]
+    order = [*watched.order, *(i for i in range(len(candidates)) if i not in watched.output_bytes)]
     number_of = {index: number for number, index in enumerate(order)}
     # What is made before the first piece is called is the first one's.
     first = order[0]
+    events = tuple((number_of.get(owner, 0) if owner >= 0 else number_of[first], delta) for owner, delta in live.events)
     copies, new = live.with_ends(live.copies), live.with_ends(live.gradients)
-    events: list[Event] = [
-        (number_of.get(owner, 0) if owner >= 0 else number_of[first], delta, place in new, place in copies)
-        for place, (owner, delta) in enumerate(live.events)
-    ]
-    if repeated is not None:
-        index_of = {id(piece): index for index, (_, piece) in enumerate(candidates)}
-        row = [index_of[id(block)] for block in repeated.blocks]
-        start = number_of[row[0]]
-        begins, goes_back = (
-            {number_of[index]: place for index, place in places.items() if index in number_of}
-            for places in (watched.begins, watched.goes_back)
-        )
-        expanded = repeated.expand(events, forward_events, start, begins, goes_back)
-        if expanded is None:
-            return None
-        events, forward_events = expanded
-        for index in row[2:-1]:
-            for by_piece in (live.flops, watched.output_bytes):
-                by_piece[index] = by_piece.get(row[1], 0)
-        order[start : start + len(row) - len(skipped)] = row
-        if split is not None:
-            before, after = reduced
-            split.reduced_bytes += len(skipped) * (after - before)
-
-    def trace(kept: Sequence[tuple[int, Event]]) -> MemoryTrace:
-        return MemoryTrace(
-            events=tuple((piece, delta) for _, (piece, delta, *_) in kept),
-            forward_events=sum(place < forward_events for place, _ in kept),
-            flops=tuple(live.flops.get(index, 0) for index in order),
-            output_bytes=tuple(watched.output_bytes.get(index, 0) for index in order),
-            gradient_events=frozenset(number for number, (_, event) in enumerate(kept) if event[2]),
-        )
-
-    whole = list(enumerate(events))
-    without_copies = [(place, event) for place, event in whole if not event[3]]
-    return trace(whole), trace(without_copies), [candidates[index] for index in order]
+    trace = MemoryTrace(
+        events=events,
+        forward_events=forward_events,
+        flops=tuple(live.flops.get(index, 0) for index in order),
+        output_bytes=tuple(watched.output_bytes.get(index, 0) for index in order),
+        gradient_events=frozenset(new),
+    )
+    kept = [number for number in range(len(events)) if number not in copies]
+    without_copies = dataclasses.replace(
+        trace,
+        events=tuple(events[number] for number in kept),
+        forward_events=sum(number < forward_events for number in kept),
+        gradient_events=frozenset(place for place, number in enumerate(kept) if number in new),
+    )
+    return trace, without_copies, [candidates[index] for index in order]
 
 
 def _pieces(module: nn.Module, called: Sequence[tuple[str, nn.Module]]) -> tuple[Segment, ...]:

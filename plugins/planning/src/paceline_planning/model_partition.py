@@ -263,14 +263,11 @@ class Watched:
 
     Attributes:
         order: indices of the pieces, as forward called them first.
-        begins, goes_back: by piece, the place among the events at which its forward, its backward began.
     """
 
     def __init__(self, pieces: Sequence[nn.Module], live: MemoryTracker) -> None:
         self.order: list[int] = []
         self.output_bytes: dict[int, int] = {}
-        self.begins: dict[int, int] = {}
-        self.goes_back: dict[int, int] = {}
         self._pieces = pieces
         self._live = live
 
@@ -286,7 +283,6 @@ class Watched:
     def _begins(self, index: int, *_: Any) -> None:
         if index not in self.output_bytes:
             self.order.append(index)
-            self.begins[index] = len(self._live.events)
         self._live.owner = index
 
     def _ends(self, index: int, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -297,7 +293,6 @@ class Watched:
                 tensor.register_hook(partial(self._goes_back, index))  # type: ignore[no-untyped-call]
 
     def _goes_back(self, index: int, _gradient: torch.Tensor) -> None:
-        self.goes_back.setdefault(index, len(self._live.events))
         self._live.owner = index
 
 
