@@ -26,7 +26,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Keep the names of source files and design decisions, whose links lead somewhere in the repository only."""
-    return re.sub(r"\[(`[^`]+`)\]\((?:(?:\.\./)+src|decisions)/[^)]*\)", r"\1", markdown)
+    return re.sub(r"\[(`[^`]+`)\]\((?:(?:\.\./)+(?:src|plugins)|decisions)/[^)]*\)", r"\1", markdown)
 
 
 def options_page() -> str:

@@ -50,7 +50,7 @@ class Mirror:
     answers: dict[str, Callable[[BaseHTTPRequestHandler, bytes], None]] = field(default_factory=dict)
 
 
-def answer(handler: BaseHTTPRequestHandler, body: bytes, announced: int | None = None) -> None:
+def answer(handler: BaseHTTPRequestHandler, body: bytes, announced: object = None) -> None:
     handler.send_response(200)
     handler.send_header("Content-Length", str(len(body) if announced is None else announced))
     handler.end_headers()
@@ -116,7 +116,9 @@ def test_of_several_processes_one_downloads(cache: Path, mirror: Mirror) -> None
     ("behaviour", "message"),
     [
         (lambda h, body: answer(h, body[:-4]), "train-images-idx3-ubyte.gz.* is damaged"),
-        (lambda h, body: answer(h, body[: len(body) // 2], len(body)), "train-images-idx3-ubyte.gz.* is damaged"),
+        (lambda h, body: answer(h, body[: len(body) // 2], len(body)), r"idx3-ubyte.gz: the transfer was interrupted"),
+        (lambda h, body: answer(h, body[:-4], "12, 12"), "train-images-idx3-ubyte.gz.* is damaged"),
+        (lambda h, body: answer(h, bytes(300), ""), "idx3-ubyte.gz: it is larger than 256 bytes"),
         (
             lambda h, body: answer(h, gzip.compress(idx((3, 2, 2), bytes(12)))),
             "is not the published file: SHA-256",
@@ -124,11 +126,16 @@ def test_of_several_processes_one_downloads(cache: Path, mirror: Mirror) -> None
         (lambda h, body: answer(h, b"<html>please log in</html>"), "Not a gzipped file"),
         (lambda h, body: h.send_error(404), "HTTP Error 404"),
     ],
-    ids=["cut", "interrupted", "other content", "web page", "missing"],
+    ids=["cut", "interrupted", "two lengths", "too long", "other content", "web page", "missing"],
 )
 def test_what_a_mirror_may_do_wrong(
-    cache: Path, mirror: Mirror, behaviour: Callable[[BaseHTTPRequestHandler, bytes], None], message: str
+    cache: Path,
+    mirror: Mirror,
+    behaviour: Callable[[BaseHTTPRequestHandler, bytes], None],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(fashion_mnist, "_MAX_DOWNLOAD_BYTES", 256)
     mirror.answers["train-images-idx3-ubyte.gz"] = behaviour
     with pytest.raises(DataError, match=message) as caught:
         load_fashion_mnist("train", installed=NOWHERE, mirrors=[mirror.url])

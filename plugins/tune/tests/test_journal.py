@@ -111,12 +111,15 @@ def test_asha_goes_on_as_if_nothing_had_happened(cut: int, monkeypatch: pytest.M
             done.append(result(number, iteration, value, "stopped" if number in ended else "running"))
         return done
 
-    undisturbed = run(make_scheduler(SEARCH, []), order, "a", set())
+    scheduler = make_scheduler(SEARCH, [])
+    undisturbed = run(scheduler, order, "a", set())
     assert 0 < sum(each.state == "stopped" for each in undisturbed) < 8
     ended: set[int] = set()
     before = run(make_scheduler(SEARCH, []), order[:cut], "b", ended)
     after = run(make_scheduler(SEARCH, before), order[cut:], "c", ended)
     assert before + after == undisturbed
+    replayed = make_scheduler(SEARCH, undisturbed).debug_string()
+    assert replayed.partition(";")[0] == scheduler.debug_string().partition(";")[0]
 
 
 @pytest.mark.ray
@@ -370,3 +373,5 @@ def test_the_rungs_are_those_at_which_asha_compares(factor: float, grace: int, m
         if scheduler.debug_string() != before:
             compared.append(iteration)
     assert search.rungs == tuple(compared)
+    assert scheduler.on_trial_result(None, trial, {"iteration": 30, "objective": 0.5}) == "STOP"
+    assert scheduler.debug_string().startswith("ASHA: 0 stopped"), "a trial at its last evaluation has ended by itself"

@@ -43,6 +43,16 @@ def test_first_trials_that_fail_or_diverge_do_not_end_the_search() -> None:
     assert all(failure in str(raised.value) for failure in facts.failures)
 
 
+def test_a_task_that_cannot_be_run_is_one_error_and_prints_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.py").write_text("import os\n\nos.system('echo native')\nraise ValueError('no such data')\n")
+    with pytest.raises(ConfigError, match="the task could not be run: ValueError: no such data"):
+        probe(replace(SEARCH, options={"task": f"{tmp_path / 'broken.py'}:Broken"}))
+    print("seen")
+    assert capfd.readouterr().out == "seen\n"
+
+
 SLOW_START = """
 import time
 from dataclasses import dataclass

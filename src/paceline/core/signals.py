@@ -330,7 +330,11 @@ def describe_unresponsive(pid: int | None, limit_s: float = 0.3) -> str:
 
 
 def is_computing(pid: int) -> bool:
-    """Return whether a thread of a process runs, waits for a processor, or for a disk in the kernel."""
+    """Return whether a thread of a process runs, waits for a processor, or for a disk in the kernel.
+
+    Any thread counts, since backward and optimizers compute in threads of their own. A process that is stuck while
+    one of its threads spins therefore counts too.
+    """
     with suppress(OSError):
         return any(state_of(f"{pid}/task/{thread}") in {"R", "D"} for thread in os.listdir(f"/proc/{pid}/task"))
     return False

@@ -28,7 +28,7 @@ from paceline.core.signals import (
     handle_signals,
     interrupt_at_exit,
 )
-from paceline.launch.hosts import Host, read_hosts
+from paceline.launch.hosts import Host, nodes_of, read_hosts
 from paceline.launch.launcher import (
     Command,
     JobHandle,
@@ -509,6 +509,11 @@ class Ssh(MachinesLauncher):
 
     name = "ssh"
     rank_launchers = ("torchrun", "spawn", "agent")
+
+    def resolve_sizes(
+        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: SshOptions | None
+    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
+        return nodes_of((options or SshOptions()).machines, nodes, nproc)
 
     def render(self, spec: LaunchSpec, options: SshOptions | None = None) -> RenderedJob:
         """Render one ssh for each machine, and the script that it sends there."""

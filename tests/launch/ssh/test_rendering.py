@@ -96,3 +96,9 @@ def test_a_task(tmp_path: Path) -> None:
 def test_bad_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         get_launcher("ssh").render(SPEC, SshOptions(**options))
+
+
+@pytest.mark.parametrize("nproc", [None, (2,)], ids=["auto", "2"])
+def test_a_job_without_hosts_has_no_sizes(nproc: tuple[int, ...] | None) -> None:
+    with pytest.raises(ConfigError, match="--on ssh needs --hosts"):
+        get_launcher("ssh").resolve_sizes((1, 1), nproc, SshOptions())

@@ -133,7 +133,10 @@ class Jobs:
     def rows(self, index: Index) -> list[dict[str, Any]]:
         """Return the last known status of each job, newest first; those of the first request come later."""
         if time.monotonic() - self._asked_at > _POLL_S and self._asking.acquire(blocking=False):
-            threading.Thread(target=self._ask, name="paceline-jobs", daemon=True).start()
+            try:
+                threading.Thread(target=self._ask, name="paceline-jobs", daemon=True).start()
+            except RuntimeError:  # this node starts no more threads
+                self._asking.release()
         return [
             {
                 "id": record.id,

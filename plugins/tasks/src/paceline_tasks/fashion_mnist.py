@@ -8,7 +8,6 @@ import http.client
 import logging
 import math
 import os
-import shutil
 import struct
 import urllib.request
 import zlib
@@ -49,6 +48,7 @@ MIRRORS = (
 
 _log = logging.getLogger(__name__)
 _DAMAGED = (OSError, EOFError, zlib.error)
+_MAX_DOWNLOAD_BYTES = 32 * 2**20  # the largest of the four files has 25.2 MiB
 _TIMEOUT_S = 30.0
 
 
@@ -227,16 +227,29 @@ def _fetch(file: IdxFile, directory: Path, mirrors: Sequence[str], problems: lis
 
 
 def _save(url: str, path: Path) -> None:
-    """Write what ``url`` serves to ``path``, with a progress bar on a terminal. Raises OSError or HTTPException."""
+    """Write what ``url`` serves to ``path``, with a progress bar on a terminal.
+
+    Raises:
+        OSError, HTTPException: the mirror does not answer, or the file cannot be written.
+        DataError: the mirror serves less than it announces, or more than the largest of the files has.
+    """
     console = Console(stderr=True)
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response, path.open("wb") as out:
-        size = int(response.headers.get("Content-Length") or 0)
+        announced = response.headers.get("Content-Length", "")
+        size = int(announced) if announced.isdecimal() else 0
+        received = 0
         title = f"Fashion-MNIST {url.rpartition('/')[2]}"
         shown = wrap_file(
             response, size, description=title, console=console, transient=True, disable=not console.is_terminal
         )
         with shown as body:
-            shutil.copyfileobj(body, out)
+            while chunk := body.read(1 << 16):
+                received += len(chunk)
+                if received > _MAX_DOWNLOAD_BYTES:
+                    raise DataError(f"it is larger than {_MAX_DOWNLOAD_BYTES} bytes, so not the published file.")
+                out.write(chunk)
+        if received < size:
+            raise DataError(f"the transfer was interrupted after {received} of {size} bytes.")
 
 
 def _nowhere(problems: Sequence[str]) -> DataError:

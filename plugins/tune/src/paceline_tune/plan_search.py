@@ -12,19 +12,20 @@ import sys
 import tempfile
 import time
 import typing
-from collections.abc import Callable, Mapping
-from contextlib import closing, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.config import all_options, select
-from paceline.core.errors import ConfigError, LaunchError, TaskError
+from paceline.core.errors import ConfigError, LaunchError, PacelineError, TaskError
 from paceline.core.files import read_json_lines
 from paceline.core.job import default_run_path
 from paceline.core.options import Interval, check_bounds, flag, parse_best
 from paceline.core.owned_names import own_prefix
 from paceline.core.sockets import require_loopback
+from paceline.core.standard_streams import discard
 from paceline.core.task import Task
 from paceline.core.task_loading import build_task, convert, field_type, load_task_class, parse_assignments, split_spec
 from paceline.launch.launcher import Command, LaunchSpec
@@ -74,8 +75,27 @@ def probe(search: Search) -> TaskProfile:
     Raises:
         UserError: the task, its fields or the options are wrong.
     """
-    with tempfile.TemporaryDirectory(prefix=own_prefix("probe")) as name, redirect_stdout(io.StringIO()):
-        return _probe(search, Path(name))
+    with tempfile.TemporaryDirectory(prefix=own_prefix("probe")) as name, _hidden_output():
+        try:
+            return _probe(search, Path(name))
+        except PacelineError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"the task could not be run: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _hidden_output() -> Iterator[None]:
+    """Hide what Python, native code and child processes print on the standard output."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    try:
+        discard(1)
+        with redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def _probe(search: Search, directory: Path) -> TaskProfile:

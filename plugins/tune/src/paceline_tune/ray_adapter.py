@@ -211,26 +211,31 @@ class Asha(FIFOScheduler):  # type: ignore[misc]
         self._percentile = 100 * (1 - 1 / search.reduction_factor)
         # The highest milestone first, each with the values of the trials that were compared there.
         self._rungs: list[tuple[float, dict[int, float]]] = [(each, {}) for each in reversed(search.milestones)]
-        self._num_stopped = 0
+        self._stopped: set[int] = set()  # those that fell behind while they trained
 
     def replay(self, results: Sequence[TrialResult], search: Search) -> None:
         """Repeat earlier comparisons in the same order."""
         for result in results:
             value = None if result.state in ("diverged", "failed") else result.value(search.metric_name)
             if value is not None or result.metrics or result.state in ("diverged", "failed"):
-                self._num_stopped += self._falls_behind(result.trial, result.iteration, value)
+                behind = self._falls_behind(result.trial, result.iteration, value)
+                if behind and result.state in ("running", "stopped") and result.iteration < self._evaluations:
+                    self._stopped.add(result.trial)
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        has_ended = result[TIME] >= self._evaluations
-        if has_ended or self._falls_behind(trial.config["number"], result[TIME], result[OBJECTIVE]):
-            self._num_stopped += 1
+        number = trial.config["number"]
+        if result[TIME] >= self._evaluations:
+            return str(TrialScheduler.STOP)  # it has ended, and is compared by on_trial_complete
+        if self._falls_behind(number, result[TIME], result[OBJECTIVE]):
+            self._stopped.add(number)
             return str(TrialScheduler.STOP)
         return str(TrialScheduler.CONTINUE)
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
-        """Record the last result of a trial, unless it was interrupted."""
-        if result.get("state") != "waiting":
-            self._falls_behind(trial.config["number"], result[TIME], result[OBJECTIVE])
+        """Record the last result of a trial, unless it was interrupted or has been compared."""
+        number = trial.config["number"]
+        if result.get("state") != "waiting" and number not in self._stopped:
+            self._falls_behind(number, result[TIME], result[OBJECTIVE])
 
     def _falls_behind(self, trial: int, iteration: int, value: float | None) -> bool:
         """Compare a trial at the highest rung that it has reached and was not compared at; None is the worst value."""
@@ -253,7 +258,7 @@ class Asha(FIFOScheduler):  # type: ignore[misc]
             is_number = cutoff is not None and abs(cutoff) <= _WORST / len(recorded)
             condition = f", {self._sign * (cutoff or 0.0):.6g} to pass" if is_number else ""
             rungs.append(f"iteration {milestone:g}: {len(recorded)} trials{condition}")
-        return f"ASHA: {self._num_stopped} stopped; rungs: {' | '.join(rungs)}"
+        return f"ASHA: {len(self._stopped)} stopped; rungs: {' | '.join(rungs)}"
 
 
 def make_scheduler(search: Search, results: Sequence[TrialResult]) -> TrialScheduler:
