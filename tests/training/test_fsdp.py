@@ -85,7 +85,10 @@ REFUSED = {
     "channels-last": ({"task": "Parts", "fields": {"channels_last": True}}, "but 'conv.weight' has the strides"),
     "pixels-last": ({"task": "Parts", "fields": {"channels_last": True, "use": "pixel"}}, "but 'conv.weight' has the"),
     "hook": ({"task": "Parts", "fields": {"use": "hook"}}, "so the hook on its gradient (register_hook) would never"),
-    "alias": ({"task": "Parts", "fields": {"use": "alias"}}, "but 'scale' and 'head.bias' share memory"),
+    "alias": (
+        {"task": "Parts", "fields": {"use": "alias"}},
+        "but the parameter 'scale' and the parameter 'head.bias' share memory",
+    ),
     "scripted": ({"task": "Parts", "fields": {"use": "scripted"}}, "which a module of torch.jit does not run"),
     "types": ({"task": "Parts", "fields": {"use": "types"}}, "PartsModel has torch.float32 and torch.float64"),
     "Adafactor": ({"task": "Parts", "fields": {"optimizer": "Adafactor"}}, "the optimizer 'main', Adafactor, needs"),

@@ -25,6 +25,7 @@ from paceline.core.errors import CheckpointError, ConfigError, DataError, TaskEr
 from paceline.core.task import Defaults, Loss, RunSchedule, Task
 from paceline.data.loader import EvalBatches
 from paceline.parallel.options import FsdpOptions
+from paceline.parallel.sharded_state import require_own_memory
 from paceline.parallel.world import ParallelDims, World
 from paceline.training.control import ROW_LENGTH, ControlFlags, StopCause, StopSignals, merge, statuses
 from paceline.training.evaluation import Evaluator, as_loss
@@ -443,6 +444,20 @@ def test_a_layer_that_trains_on_one_process_alone_is_refused(layer: Any, message
 
     with pytest.raises(TaskError, match=message):
         build_task_model(Layered())
+
+
+def test_a_sparse_buffer_and_buffers_that_share_memory_are_taken() -> None:
+    @dataclass
+    class Graph(Line):
+        def build_model(self) -> nn.Module:
+            mask = torch.ones(4, 4)
+            return nn.Sequential(nn.Linear(1, 1), Sharing(torch.eye(3).to_sparse()), Sharing(mask), Sharing(mask[:2]))
+
+    model = build_task_model(Graph())
+    require_own_memory("zero1", model)
+    model[3].shared = model[0].weight.detach()
+    with pytest.raises(ConfigError, match=r"the buffer '3\.shared' and the parameter '0\.weight' share memory"):
+        require_own_memory("zero1", model)
 
 
 class Sharing(nn.Module):

@@ -88,7 +88,10 @@ def test_a_state_that_cannot_be_gathered_is_refused(worlds: dict[int, Any]) -> N
 
 
 def test_parameters_that_share_memory_are_refused(worlds: dict[int, Any]) -> None:
-    assert "but 'scale' and 'head.bias' share memory. Use one parameter" in worlds[2]["alias"]["message"]
+    assert (
+        "but the parameter 'scale' and the parameter 'head.bias' share memory. Use one parameter"
+        in worlds[2]["alias"]["message"]
+    )
 
 
 @pytest.mark.slow

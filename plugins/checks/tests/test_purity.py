@@ -132,6 +132,22 @@ def test_an_optimizer_of_independent_updates_is_not_suspected() -> None:
     assert couples_parameters(Normalised(parameters))
 
 
+def test_the_state_inside_a_wrapped_optimizer_is_not_copied() -> None:
+    class Uncopied(torch.Tensor):
+        def __deepcopy__(self, memo: Any) -> Any:
+            copied.append(self)
+
+    copied: list[Any] = []
+    parameter = nn.Parameter(torch.ones(5))
+    wrapper, inner = Normalised([parameter]), SGD([parameter])
+    inner.state[parameter]["momentum_buffer"] = torch.ones(5).as_subclass(Uncopied)
+    vars(wrapper)["inner"] = inner
+    generator = torch.get_rng_state()
+    assert couples_parameters(wrapper)
+    assert not copied
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
 @pytest.mark.parametrize("name", WARNED)
 def test_what_may_be_harmless_is_told_once(on_one: Any, on_two: Any, name: str) -> None:
     for trainings in (on_one, on_two):

@@ -228,7 +228,7 @@ def test_runs_show_tells_of_the_drift(here: Path, capfd: pytest.CaptureFixture[s
         (("--init-from", "nowhere"), ("--init-from nowhere", "this is neither a run")),
         (
             ("--init-from", __file__),
-            ("a file of weights is one of safetensors", "torch.load(FILE, weights_only=False)"),
+            ("a file of weights is one of safetensors", "torch.load(FILE, weights_only=True)"),
         ),
         (("--init-from", ""), ("--init-from is empty", "leave it out")),
         (("--init-from", "parent@77"), ("no checkpoint of step 77", "2, 3, 4")),

@@ -498,6 +498,9 @@ def test_hooks_of_checkpoints_find_the_weights_and_keep_what_they_add(lit: Any) 
     session.load_state_dict(state)
     assert module.loaded == ([0, 0], sorted(module.state_dict()))
     assert session.trainer.datamodule.level == 2
+    task = variant(lit, module=Sparing)
+    alone = task.build_callback(task.build_model(), RunSchedule(total_steps=4, steps_per_epoch=2, epochs=2))
+    alone.load_state_dict(state)
 
 
 def test_means_do_not_depend_on_who_computed_them() -> None:

@@ -199,6 +199,10 @@ def test_parquet_is_read_by_row_groups(tmp_path: Path) -> None:
     assert all(shards)
     words = [n for each in shards for sample in each for n in numbers(TOKENIZER.decode(sample["input_ids"]))]
     assert sorted(words) == list(range(400))
+    state = stream.open(0, 6, 0, 1).state_dict()
+    assert state.pop("blocks") == 6
+    with pytest.raises(DataError, match="divides these files into 1 blocks, and this one makes 6"):
+        stream.open(0, 6, 0, 1).load_state_dict(state)
 
 
 @pytest.mark.system

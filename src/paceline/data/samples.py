@@ -492,14 +492,15 @@ class SampleSource:
                 ) from error
             self._deaths += 1
             if self._deaths > 1 or not killed:
-                cause = "The usual cause is lack of memory: use"
+                advice = "The usual cause is lack of memory: use fewer --num-workers, or --num-workers 0."
                 if failed:
-                    cause = (
-                        "A dataset without a pickle, or a script without if __name__ == '__main__':, may be why; use"
+                    advice = (
+                        "A dataset that cannot be pickled, or a script without if __name__ == '__main__':, is the "
+                        "likely cause: use --num-workers 0."
                     )
                 raise DataError(
                     f"a worker process of the {self._split} dataset died; samples {rows[0]} ... {rows[-1]} were "
-                    f"due. See above for its own message. {cause} fewer --num-workers, or --num-workers 0. ({error})"
+                    f"due. See above for its own message. {advice} ({error})"
                 ) from error
         # Not while the error is handled: its frames would keep the old workers.
         return self._next_from_new_workers()

@@ -115,10 +115,12 @@ class ProgressTracker:
         """Let the clock of another stage run within the context."""
         outer, phase, spent_s = self.stage, self.phase, monotonic() - self.since
         self.begin(stage)
-        yield
-        self.begin(outer)
-        self.phase = phase
-        self.since -= spent_s
+        try:
+            yield
+        finally:
+            self.begin(outer)
+            self.phase = phase
+            self.since -= spent_s
 
     def move(self, phase: str) -> None:
         """Enter a phase."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -111,28 +110,38 @@ def require_no_hook(strategy: str, name: str, parameter: nn.Parameter) -> None:
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's memory as one dimension, with what lies between its elements.
 
-    Collectives take every tensor for a contiguous one.
+    Collectives take every tensor for a contiguous one. A sparse tensor is returned as it is.
     """
-    if not tensor.numel():
+    if not tensor.numel() or tensor.layout is not torch.strided:
         return tensor.detach()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.detach().as_strided((last + 1,), (1,))
 
 
 def require_own_memory(strategy: str, module: nn.Module) -> None:
-    """Reject parameters and buffers that share elements: an update of one of them would not reach the other.
+    """Reject a parameter that shares elements with another one, or with a buffer: no update would reach the other.
+
+    On a device that is not the CPU, it must come before ``module.to``, which gives each of them its own memory.
 
     Raises:
-        ConfigError: names two of them.
+        ConfigError: names both.
     """
-    tensors = [(name, memory_of(t)) for name, t in (*module.named_parameters(), *module.named_buffers()) if t.numel()]
-    ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors if not t.is_meta)
-    for (_, end, first), (begin, _, second) in itertools.pairwise(ranges):
-        if begin < end:
+    parameters = [(t, True, f"the parameter {name!r}") for name, t in module.named_parameters()]
+    buffers = [(t, False, f"the buffer {name!r}") for name, t in module.named_buffers()]
+    ranges = [
+        (t.data_ptr(), t.data_ptr() + memory_of(t).nbytes, is_parameter, name)
+        for t, is_parameter, name in parameters + buffers
+        if t.layout is torch.strided and t.numel() and not t.is_meta
+    ]
+    reached = [(0, ""), (0, "")]  # the last byte so far of buffers, and of parameters
+    for begin, end, is_parameter, name in sorted(ranges):
+        stop, other = max(reached) if is_parameter else reached[True]
+        if begin < stop:
             raise ConfigError(
-                f"--strategy {strategy} divides the parameters, but {first!r} and {second!r} share memory. Use one "
+                f"--strategy {strategy} divides the parameters, but {other} and {name} share memory. Use one "
                 "parameter in both places, give each its own memory (clone()), or use --strategy ddp."
             )
+        reached[is_parameter] = max(reached[is_parameter], (end, name))
 
 
 def shards_of(state: Any) -> Any:

@@ -144,11 +144,11 @@ class TensorParallel:
 
     def place(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         module = build()
+        require_own_memory("tp", module)
         self.decide(module)
         module.to(device)
         for name, parameter in module.named_parameters():
             require_no_hook("tp", name, parameter)
-        require_own_memory("tp", module)
         # The task may build the model with randomness that Paceline does not seed.
         self._world.broadcast_module(module)
         self.split(module)

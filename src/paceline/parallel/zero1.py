@@ -44,8 +44,8 @@ class ShardedOptimizers(Replicated):
 
     def place(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         module = build()
-        module.to(device)
         require_own_memory("zero1", module)
+        module.to(device)
         # The task may build the model with randomness that Paceline does not seed.
         self._world.broadcast_module(module)
         return module

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from paceline.data.samples import MicroBatch
     from paceline.parallel.reducer import StepSums
     from paceline.parallel.strategy import Strategy
-    from paceline.parallel.world import World
     from paceline.training.control import ControlFlags
     from paceline.training.group_context import GroupContext
     from paceline.training.run_context import RunContext

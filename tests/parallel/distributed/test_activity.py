@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import pytest
 
@@ -56,9 +57,10 @@ def test_time_in_another_stage_is_not_the_steps(clock: list[float]) -> None:
     activity.begin("step")
     clock[0] += 20.0
     activity.move("optimizer")
-    with activity.in_stage("checkpoint"):
+    with suppress(OSError), activity.in_stage("checkpoint"):
         clock[0] += 40.0
         assert (activity.stage, activity.overdue) == ("checkpoint", False)
+        raise OSError
     assert (activity.stage, activity.phase) == ("step", "optimizer")
     clock[0] += 5.0
     assert not activity.overdue

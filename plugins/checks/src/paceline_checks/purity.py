@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.core.built_in import PACKAGES
 from paceline.core.errors import PurityError, join_names
 from paceline.core.task import Loss, Task
-from paceline.data.samples import Loader, MicroBatch, SampleCheck
+from paceline.data.samples import Loader, MicroBatch, SampleCheck, preserve_rng_state, seed_everything
 from paceline.parallel.sharded_state import local_shard
 from paceline.parallel.strategy import ReducerStrategy, Strategy
 from paceline.parallel.world import World
@@ -455,24 +455,28 @@ class PurityCheck(StepHook):
 
 
 def couples_parameters(optimizer: Optimizer) -> bool:
-    """Return whether the update of one parameter depends on that of another, tried with two small ones.
+    """Return whether the update of one parameter depends on that of another, tried with two small ones on the CPU.
 
-    Not tried are torch's own, which do not (LBFGS has a closure), and optimizers that fail on a copy.
+    Not tried are torch's own, which do not (LBFGS has a closure), and optimizers that fail on a copy. All ranks call
+    this together, whatever parameters each holds: a ``step`` may have collectives.
     """
     if type(optimizer).__module__.startswith("torch.optim"):
         return False
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own = {k: v for k, v in vars(optimizer).items() if k not in ("state", "step") and not k.endswith("_hooks")}
+    inner = [value for value in own.values() if isinstance(value, Optimizer)]
 
     def update(*gradients: float | None) -> torch.Tensor:
-        parameters = [nn.Parameter(torch.ones(2, 3, dtype=given[0].dtype, device=given[0].device)) for _ in gradients]
+        parameters = [nn.Parameter(torch.ones(2, 3, dtype=given[0].dtype)) for _ in gradients]
         trial = object.__new__(type(optimizer))
-        trial.__dict__ = copy.deepcopy(own, {id(optimizer): trial, **{id(p): parameters[0] for p in given}})
+        known = {id(optimizer): trial, **{id(p): parameters[0] for p in given}}
+        # A wrapper's inner optimizer may have a state as large as the model.
+        trial.__dict__ = copy.deepcopy(own, known | {id(each.state): defaultdict(dict) for each in inner})
         trial.state = defaultdict(dict)
         trial.param_groups = [{**trial.param_groups[0], "params": parameters}]
         Optimizer.__setstate__(trial, {})
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with preserve_rng_state():
+            seed_everything(0)
             for _ in range(3):
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = None if gradient is None else torch.full_like(parameter, gradient)

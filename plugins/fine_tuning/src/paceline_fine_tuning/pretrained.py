@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,8 @@ class PretrainedWeights:
     def read(cls, run: RunContext, source: str, world: World) -> PretrainedWeights:
         """Read them from the run's own copy if that exists, else from ``source``; all ranks call this together.
 
-        Rank 0 reads them and sends them to the others, which may be on nodes without them. A file that all see is
-        mapped into the memory of each, so that it reads only what it needs.
+        Rank 0 reads them and sends them to the others, which may be on nodes without them. A file that all can read,
+        with one size and one time of change, is mapped into the memory of each, so that it reads only what it needs.
 
         Raises:
             ConfigError: it is not there, or damaged; on all ranks.
@@ -82,8 +82,13 @@ class PretrainedWeights:
             own = [dict(parent.record), str(parent.file), _version(parent.file)]
         if (shared := world.broadcast_object(own)) is not None:
             record, file, version = shared
-            if all(world.all_gather_object(_version(Path(file)) == version)):
-                return parent or cls(record, _map_tensors(Path(file)), Path(file))
+            mapped = parent
+            if mapped is None and _version(Path(file)) == version:
+                with suppress(CheckpointError):
+                    mapped = cls(record, _map_tensors(Path(file)), Path(file))
+            if all(world.all_gather_object(mapped is not None)):
+                assert mapped is not None
+                return mapped
         given = {} if parent is None else {"record": dict(parent.record), "weights": dict(parent.weights)}
         behind = tuple(range(1, world.world_size))
         received = transfer_state(world, StateSource(0, 0, behind), given)
@@ -240,7 +245,7 @@ def _of_package(source: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         if Path(source).is_file():
             raise ConfigError(
                 f"--init-from {source}: a file of weights is one of safetensors. From your own file of torch.save, as "
-                "Lightning's are: safetensors.torch.save_file(torch.load(FILE, weights_only=False)['state_dict'], "
+                "Lightning's are: safetensors.torch.save_file(torch.load(FILE, weights_only=True)['state_dict'], "
                 "'weights.safetensors')."
             ) from error
         raise ConfigError(

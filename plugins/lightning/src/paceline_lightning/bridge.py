@@ -639,7 +639,8 @@ class LightningBridge(Callback):
                 callback.load_state_dict(state["callbacks"][callback.state_key])
             callback.on_load_checkpoint(self.trainer, self.module, checkpoint)
         self.module.on_load_checkpoint(checkpoint)
-        if state.get("datamodule"):  # runs of earlier versions have none
+        # Runs of earlier versions have none, and an evaluation may be without one.
+        if self._datamodule is not None and state.get("datamodule"):
             self._datamodule.load_state_dict(state["datamodule"])
 
     def _warn_of_unsaved(self) -> None:

@@ -139,7 +139,8 @@ class DocumentStream:
         """See :class:`~paceline.data.stream.ShardedStream`."""
         blocks = self.blocks(num_shards)
         order = Permutation(len(blocks), derive_key(seed, _BLOCKS, epoch))(np.arange(len(blocks)))
-        return DocumentReader(self, [(int(n), blocks[n]) for n in order[shard::num_shards]], epoch, seed)
+        own = [(int(n), blocks[n]) for n in order[shard::num_shards]]
+        return DocumentReader(self, own, len(blocks), epoch, seed)
 
     def blocks(self, num_shards: int) -> list[DocumentBlock]:
         """Return all blocks."""
@@ -291,11 +292,18 @@ def _permuted(number: int, key: int) -> list[int]:
 
 
 class DocumentReader:
-    """Reads the blocks of a shard, in their order; the next one is read meanwhile."""
+    """Reads the blocks of a shard, in their order; the next one is read meanwhile.
 
-    def __init__(self, stream: DocumentStream, blocks: list[tuple[int, DocumentBlock]], epoch: int, seed: int) -> None:
+    Args:
+        count: blocks of all shards.
+    """
+
+    def __init__(
+        self, stream: DocumentStream, blocks: list[tuple[int, DocumentBlock]], count: int, epoch: int, seed: int
+    ) -> None:
         self._stream = stream
         self._blocks = blocks
+        self._count = count
         self._epoch = epoch
         self._seed = seed
         self._block = 0
@@ -322,9 +330,21 @@ class DocumentReader:
             self._samples = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"block": self._block, "sample": self._sample, "units": self._documents}
+        return {"block": self._block, "sample": self._sample, "units": self._documents, "blocks": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a position.
+
+        Raises:
+            DataError: it counts other blocks.
+        """
+        parts = self._blocks[0][1].part[1] if self._blocks else 1
+        saved = state.get("blocks", self._count // parts)  # earlier versions did not divide row groups
+        if saved != self._count:
+            raise DataError(
+                f"{self._stream.name}: the run was saved by a version of Paceline that divides these files into "
+                f"{saved} blocks, and this one makes {self._count}. Resume with that version, or start a new run."
+            )
         self._block = state["block"]
         self._sample = state["sample"]
         self._documents = state.get("units", 0)
