@@ -141,6 +141,9 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: 
         with pytest.raises(OSError, match="No space left"):
             write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
+    with pytest.raises(ZeroDivisionError):
+        write_atomically(path, (bytes(1 // number) for number in (1, 0)))
+    assert os.listdir(tmp_path) == ["a.json"]
     write_atomically(path, json.dumps({"new": 1}).encode())
     assert json.loads(path.read_bytes()) == {"new": 1}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,9 @@ from tests.processes import Processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.core.errors import ConfigError
-from paceline_serving.engines import engine_command, open_language_model
+from paceline_serving.access import AccessPolicy
+from paceline_serving.engines import EngineProcess, engine_command, open_language_model
+from paceline_serving.gateway import Gateway, GatewayOptions
 
 TOKEN = "0123456789abcdef0123"
 ASK: dict[str, Any] = {"model": "first", "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
@@ -44,6 +47,41 @@ def test_vllm_is_started_by_its_own_command(tmp_path: Path, monkeypatch: pytest.
     ]
     with pytest.raises(ConfigError, match=r"is neither a run nor a directory of transformers: it has no config.json"):
         open_language_model(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
+def test_an_answer_passes_in_pieces_with_the_name_in_it(kind: str, tmp_path: Path) -> None:
+    options = GatewayOptions(
+        engine="transformers",
+        arguments=(),
+        open_model=open_language_model,
+        max_requests=1,
+        max_body_bytes=1,
+        receive_timeout_s=1,
+        startup_timeout_s=1,
+        hang_timeout_s=1,
+        drain_delay_s=0,
+    )
+    end = b"\n\n" if kind == "text/event-stream" else b""
+    named = b'{"text": "\\"model\\": \\"a@main\\"", "model": "%b", "data": ["m", "mo", ' + end
+    sent = named % b"a@main"
+
+    async def received(pieces: list[bytes]) -> list[bytes]:
+        async def send() -> AsyncIterator[bytes]:
+            for piece in pieces:
+                yield piece
+
+        answer = httpx.Response(200, headers={"content-type": kind}, content=send())
+        gateway = Gateway("first", options, AccessPolicy(()))
+        passed = gateway._pass_on(EngineProcess("transformers", tmp_path / "a", ()), answer)
+        return [piece async for piece in passed]
+
+    for cut in range(1, len(sent)):
+        assert b"".join(asyncio.run(received([sent[:cut], sent[cut:]]))) == named % b"first"
+    pieces = asyncio.run(received([sent, *[b"1.5, " * 2000 + end] * 100]))
+    assert len(pieces) == 101
+    assert pieces[0] == named % b"first"
+    assert max(map(len, pieces)) <= 10_002
 
 
 @contextmanager

@@ -314,10 +314,12 @@ def test_a_port_that_is_none() -> None:
         ListenAddress(grpc_port=65536)
 
 
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("missing", ["tritonclient.grpc", "tritonclient.grpc.service_pb2_grpc"])
+def test_without_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in QUIET:
         monkeypatch.setenv(name, "0")
-    monkeypatch.setitem(sys.modules, "tritonclient.grpc", None)
+    monkeypatch.delitem(sys.modules, "tritonclient.grpc")  # which raises a RuntimeError for what it needs
+    monkeypatch.setitem(sys.modules, missing, None)
     address = ListenAddress(port=0, grpc_port=0)
     with pytest.raises(ConfigError, match=r"--grpc-port needs .*pip install 'tritonclient\[grpc\]<"):
         asyncio.run(serve([], address, ServingOptions(), lambda url, grpc: None))

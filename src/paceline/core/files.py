@@ -126,7 +126,7 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes | memoryview], 
             file.flush()
             os.fsync(file.fileno())
         rename(temporary, path)
-    except OSError:
+    except BaseException:  # the content may be computed
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise

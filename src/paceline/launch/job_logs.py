@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -106,8 +105,10 @@ def _displayed(line: bytes) -> str:
 
 def _start_of_last_lines(file: BinaryIO, count: int) -> int:
     """Return the offset of the last ``count`` lines; an incomplete last line counts."""
-    position, starts = 0, deque[int](maxlen=count)
-    for line in file:
-        starts.append(position)
-        position += len(line)
-    return starts[0] if starts else position
+    size, end = _BLOCK_BYTES, file.seek(0, os.SEEK_END)
+    while True:
+        position = file.seek(max(0, end - size))
+        lines = file.readlines()  # the first one may be a part
+        if position == 0 or len(lines) > count:
+            return position + sum(map(len, lines[: max(0, len(lines) - count)]))
+        size *= 2

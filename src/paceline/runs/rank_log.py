@@ -144,8 +144,9 @@ def show_on(terminal: tuple[int, int], streams: tuple[Tee, Tee], stack: ExitStac
         stack: undoes it.
     """
     for descriptor, stream in zip(terminal, streams, strict=True):
-        stack.callback(setattr, stream, "terminal", stream.terminal)
-        stream.terminal = lasting(stack.enter_context(open(descriptor, "w", buffering=1, closefd=False)))  # noqa: SIM115
+        file = stack.enter_context(open(descriptor, "w", buffering=1, closefd=False))  # noqa: SIM115
+        stack.callback(setattr, stream, "terminal", stream.terminal)  # before the file is closed
+        stream.terminal = lasting(file)
 
 
 class TerminalStream(io.TextIOBase):
@@ -183,27 +184,39 @@ class Tee(TerminalStream):
     def __init__(self, terminal: TextIO, log: TextIO) -> None:
         super().__init__(terminal)
         self.log = log
+        self._is_begun = False  # the log has the beginning of this line
 
     def write(self, text: str) -> int:
         """Show the text, and log the lines that it completes."""
         if self.terminal is not self.log:
             self.terminal.write(text)
         with self._lock:
-            complete, newline, self._line = (self._line + text).rpartition("\n")
-            if newline:
-                self.log.write("".join(plain(line) + "\n" for line in complete.split("\n")))
+            *complete, line = (self._line + text).split("\n")
+            self._log(complete)
+            self._line = line[max(0, line.rstrip("\r").rfind("\r")) :]  # of a redrawn line, the last state
         return len(text)
 
     def flush(self) -> None:
-        """Flush the terminal; the log is line buffered."""
+        """Flush the terminal; the log gets an unfinished line only in its place, and is line buffered otherwise."""
+        if self.terminal is self.log:
+            with self._lock:
+                self.log.write(_ESCAPES.sub("", self._line))
+                self._is_begun |= self._line != ""
+                self._line = ""
         self.terminal.flush()
 
     def end_line(self) -> None:
         """Write an unfinished last line to the log."""
         with self._lock:
-            if self._line:
-                self.log.write(plain(self._line) + "\n")
+            if self._line or self._is_begun:
+                self._log([self._line])
                 self._line = ""
+
+    def _log(self, lines: list[str]) -> None:
+        if lines:
+            redraw = "\r" if self._is_begun and "\r" in lines[0].rstrip("\r") else ""
+            self.log.write(redraw + "".join(plain(line) + "\n" for line in lines))
+            self._is_begun = False
 
 
 def plain(line: str) -> str:

@@ -6,13 +6,15 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from paceline.core.errors import RunDirectoryError, TaskError
+from paceline.core.standard_streams import LastingStream
 from paceline.runs.directory import RunDirectory
-from paceline.runs.rank_log import Tee, capture_rank_output, open_rank_log, plain
+from paceline.runs.rank_log import Tee, capture_rank_output, open_rank_log, plain, show_on
 
 LOUD = """
 import os, subprocess, sys, warnings
@@ -158,6 +160,36 @@ def test_the_tee_logs_lines_as_a_reader_sees_them() -> None:
     tee.end_line()
     assert log.getvalue() == "100%\nred\nwindows\nno end\n"
     assert terminal.getvalue().startswith("10%\r50%\r100%\n\x1b[1;31mred")
+
+
+def test_a_log_in_the_terminals_place_has_what_was_flushed(directory: RunDirectory) -> None:
+    log = directory.log_of(1)
+    with capture_rank_output(directory, 1, 2) as (tee, _):
+        print("loading ...", end="", flush=True)
+        assert log.read_bytes().endswith(b"\nloading ...")
+        print("\x1b[1m done")
+        for percent in (10, 50):
+            print(f"\r{percent}%", end="", flush=True)
+        assert log.read_bytes().endswith(b"\nloading ... done\n\r10%\r50%")
+        for percent in range(1000):
+            print(f"\r{percent}%", end="")
+        assert tee._line == "\r999%"
+        print("\nend", end="", flush=True)
+    assert log.read_bytes().endswith(b"50%\r999%\nend\n")
+
+
+def test_a_terminal_is_taken_away_before_it_is_closed(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def close(self) -> None:
+            print("a thread prints", file=streams[0])
+            super().close()
+
+    monkeypatch.setattr("paceline.runs.rank_log.open", lambda *args, **options: Terminal(), raising=False)
+    with capture_rank_output(directory, 1, 2) as streams:
+        with ExitStack() as stack:
+            show_on((1, 2), streams, stack)
+            assert isinstance(streams[0].terminal, LastingStream)
+        assert streams[0].terminal is streams[0].log
 
 
 def test_plain_removes_titles_and_links() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.files import open_regular, read_document, read_json_lines
-from paceline.launch.job_logs import Tail
+from paceline.launch.job_logs import Tail, _start_of_last_lines
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import read_failure
 from paceline_pages.dashboard import RunCache, log_tail
@@ -85,6 +85,17 @@ def test_records_are_read_up_to_the_end_that_they_had(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "fstat", look_and_write)
     assert len(read_json_lines(path)) < len(path.read_text().splitlines())
+
+
+@pytest.mark.parametrize(("count", "first"), [(0, None), (1, 99_999), (3, 99_997), (50_000, 50_000), (200_000, 0)])
+def test_the_last_lines_are_read_from_the_end(count: int, first: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    path.write_text("\n".join(map(str, range(100_000))))
+    with open_regular(path) as file:
+        start = _start_of_last_lines(file, count)
+        file.seek(start)
+        expected = [] if first is None else [str(number) for number in range(first, 100_000)]
+        assert file.read().decode().split("\n") == (expected or [""])
 
 
 def test_a_line_without_an_end_is_cut(tmp_path: Path) -> None:

@@ -157,11 +157,13 @@ class EngineProcess:
             raise ServingError(f"--engine {self._kind} cannot generate with {self.model}: {answer.text:.500}")
         return False
 
-    async def probe(self, client: httpx.AsyncClient, timeout_s: float) -> None:
-        """Ask whether it is well; an answer in time is noted in ``heard_at``."""
-        with suppress(httpx.TransportError):
-            if (await client.get(f"{self.url}/health", timeout=timeout_s)).status_code == 200:
-                self.heard_at = time.monotonic()
+    async def probe(self, client: httpx.AsyncClient, limit_s: float) -> None:
+        """Ask again and again whether it is well; an answer within ``limit_s`` is noted in ``heard_at``."""
+        while self.is_alive:
+            await asyncio.sleep(limit_s / 8)
+            with suppress(httpx.TransportError):
+                if (await client.get(f"{self.url}/health", timeout=limit_s)).status_code == 200:
+                    self.heard_at = time.monotonic()
 
     def cpu_s(self) -> float:
         """Return the CPU time that it and what it has started have used."""

@@ -41,6 +41,7 @@ _RETRY = ((b"retry-after", b"1"),)
 _LONGEST_PAUSE_S = 30.0
 _TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 _TAIL_BYTES = 4096
+_KEY, _MAX_SPACES = b'"model":', 16
 _BUSY = 0.05
 """The share of one CPU that an engine uses at least while it computes an answer."""
 
@@ -146,6 +147,7 @@ class Gateway:
         await engine.start(self._client, self._options.startup_timeout_s)
         self._engines.add(engine)
         self._spawn(self._watch(engine))
+        self._spawn(engine.probe(self._client, self._options.hang_timeout_s))
         self._spawn(self._kill_if_hung(engine))
         return engine
 
@@ -181,7 +183,6 @@ class Gateway:
         before = time.monotonic()
         while engine.is_alive:
             await asyncio.sleep(limit_s / 8)
-            await engine.probe(self._client, limit_s / 8)
             now, used_s = time.monotonic(), engine.cpu_s() - cpu_s
             if not engine.in_flight or used_s > _BUSY * (now - before):
                 engine.moved_at = now
@@ -316,13 +317,15 @@ class Gateway:
         return json.dumps({**document, "model": engine.name}).encode()
 
     async def _pass_on(self, engine: EngineProcess, answer: httpx.Response) -> AsyncIterator[bytes]:
-        status, tail, line = answer.status_code, b"", b""
+        status, tail, held = answer.status_code, b"", bytearray()
+        is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
         its_name = json.dumps(engine.answers_as, ensure_ascii=False).encode()
         name = json.dumps(self._name).encode()
 
         def renamed(text: bytes) -> bytes:
             # Within a string of an answer, the quotes have a backslash.
-            return re.sub(rb'("model":\s*)' + re.escape(its_name), lambda key: key[1] + name, text)
+            key = rb"(%b\s{0,%d})" % (_KEY, _MAX_SPACES)
+            return re.sub(key + re.escape(its_name), lambda match: match[1] + name, text)
 
         try:
             async for piece in answer.aiter_raw():
@@ -331,15 +334,19 @@ class Gateway:
                 if not _is_text(answer):
                     yield piece
                     continue
-                line += piece
-                if end := line.rfind(b"\n") + 1:
-                    yield renamed(line[:end])
-                    line = line[end:]
-            if line:
-                yield renamed(line)
+                held += piece
+                if is_stream:  # whole lines, so that an error can follow
+                    end = held.rfind(b"\n", len(held) - len(piece)) + 1
+                else:
+                    end = _start_of_name(held, its_name)
+                if end:
+                    yield renamed(bytes(held[:end]))
+                    del held[:end]
+            if held:
+                yield renamed(bytes(held))
         except httpx.TransportError:
             status = 502
-            if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+            if not is_stream:
                 raise  # the connection breaks: the client sees that the answer is not whole
             error = {"message": "the engine ended in the middle of this answer", "type": "server_error", "code": 502}
             yield f"\n\ndata: {json.dumps({'error': error})}\n\n".encode()
@@ -367,6 +374,16 @@ def _is_text(answer: httpx.Response) -> bool:
     """Return whether it is JSON, or events of JSON."""
     kind: str = answer.headers.get("content-type", "")
     return kind.startswith(("application/json", "text/event-stream"))
+
+
+def _start_of_name(text: bytearray, its_name: bytes) -> int:
+    """Return where the model's name begins, with its key, that may continue after the text; else the text's length."""
+    longest = len(_KEY) + _MAX_SPACES + len(its_name)
+    for quote in re.compile(b'"').finditer(text, max(0, len(text) - longest)):
+        key, rest = text[quote.start() :][: len(_KEY)], text[quote.start() + len(_KEY) :]
+        if _KEY.startswith(key) and its_name.startswith(rest.lstrip()):
+            return quote.start()
+    return len(text)
 
 
 def _texts(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.core.environment import is_loopback
 from paceline.core.errors import ConfigError
-from paceline.core.plugins import import_library
+from paceline.core.plugins import import_library, install_command
 from paceline_serving.access import AccessPolicy, check_cors_origins
 from paceline_serving.app import App, DeploymentFactory, Models
 from paceline_serving.bearer_tokens import BearerTokens
@@ -161,7 +161,11 @@ def _import_grpc() -> None:
     for name, value in (("GRPC_VERBOSITY", "NONE"), ("GRPC_ENABLE_FORK_SUPPORT", "0")):
         os.environ.setdefault(name, value)
     for library in ("grpc", "google.protobuf", "tritonclient.grpc"):
-        import_library(library, "--grpc-port", "grpc")
+        try:
+            import_library(library, "--grpc-port", "grpc")
+        except RuntimeError as error:  # of tritonclient, where another library is missing or too old
+            why = " ".join(str(error).split())
+            raise ConfigError(f"--grpc-port needs {library} ({why}). Install it: {install_command('grpc')}") from error
 
 
 async def _run_unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
