@@ -110,9 +110,9 @@ def require_no_hook(strategy: str, name: str, parameter: nn.Parameter) -> None:
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's memory as one dimension, with what lies between its elements.
 
-    Collectives take every tensor for a contiguous one. A sparse tensor is returned as it is.
+    Collectives take every tensor for a contiguous one. A sparse or distributed tensor is returned as it is.
     """
-    if not tensor.numel() or tensor.layout is not torch.strided:
+    if not tensor.numel() or tensor.layout is not torch.strided or is_distributed(tensor):
         return tensor.detach()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.detach().as_strided((last + 1,), (1,))
@@ -131,7 +131,7 @@ def require_own_memory(strategy: str, module: nn.Module) -> None:
     ranges = [
         (t.data_ptr(), t.data_ptr() + memory_of(t).nbytes, is_parameter, name)
         for t, is_parameter, name in parameters + buffers
-        if t.layout is torch.strided and t.numel() and not t.is_meta
+        if t.layout is torch.strided and t.numel() and not (t.is_meta or is_distributed(t))
     ]
     reached = [(0, ""), (0, "")]  # the last byte so far of buffers, and of parameters
     for begin, end, is_parameter, name in sorted(ranges):

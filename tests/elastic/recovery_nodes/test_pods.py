@@ -35,7 +35,7 @@ class Pods:
             python="python",
         )
         options = KubernetesOptions(kind="job", image="train:1", volume=(f"runs:{run.path}",))
-        _, job = Kubernetes().render(spec, options).objects
+        _, job = Kubernetes().render(spec, options).request
         [self._container] = job["spec"]["template"]["spec"]["containers"]
         self._run = run
         with run.lab.hosts.open("a") as hosts:  # what the headless service does
