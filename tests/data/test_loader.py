@@ -417,7 +417,7 @@ class Unreadable(Squares):
 
 def test_a_worker_that_cannot_rebuild_its_dataset_says_so() -> None:
     loader = loader_for(Unreadable(20), DeterministicSampler(20, 20, 1, seed=0), workers=1)
-    with closing(loader), pytest.raises(DataError, match="A dataset without a pickle, or"):
+    with closing(loader), pytest.raises(DataError, match="A dataset that cannot be pickled, or"):
         loader.fetch(0, 0, range(1))
 
 
