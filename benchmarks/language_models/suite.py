@@ -121,12 +121,14 @@ def bench_language_models(*, rounds: int, steps: int, warmup: int, progress: Pro
     )
 
 
-def _paceline(inputs: Path, steps: int, directory: Path) -> list[BenchCommand]:
+def train_command(
+    model: Path, own: Mapping[str, object], batch_size: int, steps: int, directory: Path
+) -> list[BenchCommand]:
+    """Return the command that trains a language model by Paceline, with the options ``own`` before those of all."""
     options = {
-        "--data": inputs / "texts.jsonl",
-        "--pack": CONTEXT,
+        **own,
         "--nproc": RANKS,
-        "--global-batch-size": RANKS * BATCH_SIZE,
+        "--global-batch-size": batch_size,
         "--max-steps": steps,
         "--set": "lr=0.001",
         "--log-every": 1,
@@ -136,7 +138,12 @@ def _paceline(inputs: Path, steps: int, directory: Path) -> list[BenchCommand]:
         "--run-dir": directory / "run",
     }
     words = [str(word) for option in options.items() for word in option]
-    return [BenchCommand([sys.executable, "-m", "paceline", "train", f"hf:{inputs / 'model'}", "--quiet", *words])]
+    return [BenchCommand([sys.executable, "-m", "paceline", "train", f"hf:{model}", "--quiet", *words])]
+
+
+def _paceline(inputs: Path, steps: int, directory: Path) -> list[BenchCommand]:
+    data = {"--data": inputs / "texts.jsonl", "--pack": CONTEXT}
+    return train_command(inputs / "model", data, RANKS * BATCH_SIZE, steps, directory)
 
 
 def _script(peer: str, data: Path, model: Path, steps: int, directory: Path) -> list[BenchCommand]:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.language_models.sizes import BATCH_SIZE, CONTEXT, RANKS
+from benchmarks.language_models.suite import train_command
 from benchmarks.results import BenchResult, Quantity, compare, take_samples
 from benchmarks.rounds import REPORT, BenchCommand, Sample, Variant, read_json
 from benchmarks.workloads import read_records
@@ -49,20 +50,10 @@ def _ours(strategy: str, inputs: Path, steps: int, directory: Path) -> list[Benc
     options = {
         "--data": f"bin:{inputs / 'tokens.bin'}",
         "--context": CONTEXT,
-        "--nproc": RANKS,
         "--strategy": strategy,
         "--microbatches": 1 if strategy == "tp" else RANKS,
-        "--global-batch-size": BATCH_SIZE,
-        "--max-steps": steps,
-        "--set": "lr=0.001",
-        "--log-every": 1,
-        "--threads": 1,
-        "--device": "cpu",
-        "--checkpoint-every": "never",
-        "--run-dir": directory / "run",
     }
-    words = [str(word) for option in options.items() for word in option]
-    return [BenchCommand([sys.executable, "-m", "paceline", "train", f"hf:{inputs / 'model'}", "--quiet", *words])]
+    return train_command(inputs / "model", options, BATCH_SIZE, steps, directory)
 
 
 def _theirs(inputs: Path, steps: int, directory: Path) -> list[BenchCommand]:
