@@ -322,16 +322,18 @@ class Gateway:
         its_name = json.dumps(engine.answers_as, ensure_ascii=False).encode()
         name = json.dumps(self._name).encode()
 
+        is_text = _is_text(answer)
+        # Within a string of an answer, the quotes have a backslash.
+        named = re.compile(rb"(%b\s{0,%d})%b" % (_KEY, _MAX_SPACES, re.escape(its_name)))
+
         def renamed(text: bytes) -> bytes:
-            # Within a string of an answer, the quotes have a backslash.
-            key = rb"(%b\s{0,%d})" % (_KEY, _MAX_SPACES)
-            return re.sub(key + re.escape(its_name), lambda match: match[1] + name, text)
+            return named.sub(lambda match: match[1] + name, text)
 
         try:
             async for piece in answer.aiter_raw():
                 engine.moved_at = time.monotonic()
                 tail = (tail + piece)[-_TAIL_BYTES:]
-                if not _is_text(answer):
+                if not is_text:
                     yield piece
                     continue
                 held += piece
