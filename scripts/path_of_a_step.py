@@ -44,7 +44,8 @@ def _record(frame, event, argument):
     code = frame.f_code
     if event == "call" and code not in _seen:
         _seen.add(code)
-        if code.co_flags & inspect.CO_OPTIMIZED and code.co_filename.startswith(_roots):  # not the body of a class
+        # Neither the body of a class nor a comprehension of a module.
+        if code.co_flags & inspect.CO_OPTIMIZED and code.co_qualname[0] != "<" and code.co_filename.startswith(_roots):
             if _file[0] is None:
                 _file[0] = os.open(f"{_out}/{os.getpid()}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             os.write(_file[0], f"{time.time()} {code.co_filename} {code.co_qualname}\\n".encode())
