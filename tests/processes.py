@@ -26,7 +26,7 @@ from tests.lab.slurm_cluster import SlurmCluster
 from tests.lab.slurm_cluster import why_not as why_no_slurm
 from tests.lab.warm_start import WarmStarts, is_template
 
-from paceline.core.owned_names import SHARED_MEMORY, remove_leftovers
+from paceline.core.ownership import SHARED_MEMORY, remove_leftovers
 from paceline.launch.local_run import bound_loopback_socket
 
 # A shell starts what it runs in the background with SIGINT and SIGQUIT ignored, and every process of these tests

@@ -15,16 +15,15 @@ from pathlib import Path
 import pytest
 from tests.lab.network_file_system import network_file_system
 
-from paceline.core import file_lock
-from paceline.core.file_lock import FileLock, claims, describe_holder, is_locked, locked
-from paceline.core.owned_names import own_prefix
+from paceline.core import ownership
+from paceline.core.ownership import FileLock, claims, describe_holder, is_locked, locked, own_prefix
 
 OTHER_BOOT = "00000000"
 
 HOLDS = """
 import errno, fcntl, sys, time
 from pathlib import Path
-from paceline.core.file_lock import locked
+from paceline.core.ownership import locked
 
 def refuse(descriptor, operation):
     raise OSError(errno.ENOSYS, "")
@@ -148,7 +147,7 @@ def test_another_node_that_beats_keeps_its_lock(lock: Path) -> None:
 def test_a_silent_node_loses_its_lock(
     lock: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(file_lock, "SILENT_S", 1.6)
+    monkeypatch.setattr(ownership, "SILENT_S", 1.6)
     lock_as_another_node(lock, ago_s=-100)  # its clock is ahead
     began = time.monotonic()
     with locked(lock):
@@ -174,7 +173,7 @@ def test_a_leader_succeeds_a_node_that_others_have_given_up(lock: Path) -> None:
 
 
 def test_the_holder_beats(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_lock, "BEAT_S", 0.02)
+    monkeypatch.setattr(ownership, "BEAT_S", 0.02)
     with locked(lock):
         (claim,) = claims(lock)
         os.utime(claim.path, (0, 0))
@@ -194,7 +193,7 @@ def test_names_of_others_are_no_claims(lock: Path) -> None:
 def test_a_lock_service_that_does_not_answer_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(file_lock, "_SLOW_S", 0.1)
+    monkeypatch.setattr(ownership, "_SLOW_S", 0.1)
     with network_file_system(tmp_path, nodes="a") as fs:
         fs["a"].set(locks_wait=True)
         with closing(FileLock(fs["a"].path / "run.lock")) as lock:

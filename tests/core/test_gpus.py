@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core import gpus
-from paceline.core.gpus import preferred_device, torch_has_cuda, visible_gpus
+from paceline.core import environment
+from paceline.core.environment import preferred_device, torch_has_cuda, visible_gpus
 
 
 @pytest.fixture
@@ -23,11 +23,11 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
         text = f"Model: \t\t NVIDIA H100 80GB HBM3\nBus Type: \t PCIe\nDevice Minor: \t {minor}\nGPU Excluded:\t No\n"
         (gpu / "information").write_text(text)
         (devices / f"nvidia{minor}").touch()
-    monkeypatch.setattr(gpus, "_NVIDIA_GPUS", folder)
-    monkeypatch.setattr(gpus, "_DEVICES", devices)
-    gpus._installed_gpus.cache_clear()
+    monkeypatch.setattr(environment, "_NVIDIA_GPUS", folder)
+    monkeypatch.setattr(environment, "_DEVICES", devices)
+    environment._installed_gpus.cache_clear()
     yield devices
-    gpus._installed_gpus.cache_clear()
+    environment._installed_gpus.cache_clear()
 
 
 # As CUDA itself counts them: "CUDA Environment Variables" in the CUDA C++ Programming Guide.
@@ -58,11 +58,11 @@ def test_visible_gpus_are_counted_as_cuda_does(visible: str | None, count: int) 
 
 
 def test_a_node_without_the_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpus, "_NVIDIA_GPUS", tmp_path / "none")
-    monkeypatch.setattr(gpus, "_NVML", "libnothing.so.1")
-    gpus._installed_gpus.cache_clear()
+    monkeypatch.setattr(environment, "_NVIDIA_GPUS", tmp_path / "none")
+    monkeypatch.setattr(environment, "_NVML", "libnothing.so.1")
+    environment._installed_gpus.cache_clear()
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 0
-    gpus._installed_gpus.cache_clear()
+    environment._installed_gpus.cache_clear()
 
 
 def test_a_container_has_the_gpus_that_it_was_given(four_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,8 +70,8 @@ def test_a_container_has_the_gpus_that_it_was_given(four_gpus: Path, monkeypatch
         (four_gpus / f"nvidia{minor}").unlink()
     assert visible_gpus({}) == 1
     (four_gpus / "nvidia2").unlink()
-    monkeypatch.setattr(gpus, "_NVML", "libnothing.so.1")
-    gpus._installed_gpus.cache_clear()
+    monkeypatch.setattr(environment, "_NVML", "libnothing.so.1")
+    environment._installed_gpus.cache_clear()
     assert visible_gpus({}) == 0
 
 
@@ -90,8 +90,8 @@ def test_without_device_files_nvidia_s_library_counts(
     )
     subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-o", tmp_path / "nvml.so", source], check=True)
     if not has_driver_s_files:
-        monkeypatch.setattr(gpus, "_NVIDIA_GPUS", tmp_path / "none")
-    monkeypatch.setattr(gpus, "_NVML", str(tmp_path / "nvml.so"))
+        monkeypatch.setattr(environment, "_NVIDIA_GPUS", tmp_path / "none")
+    monkeypatch.setattr(environment, "_NVML", str(tmp_path / "nvml.so"))
     assert visible_gpus({}) == 3
 
 
@@ -101,9 +101,9 @@ def test_auto_needs_a_torch_for_cuda(
     line: str, has_cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "version.py").write_text(f"__version__ = '2.99'\n{line}\nhip: Optional[str] = None\n")
-    assert gpus._names_cuda(tmp_path / "version.py") == has_cuda
+    assert environment._names_cuda(tmp_path / "version.py") == has_cuda
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(gpus, "torch_has_cuda", lambda: has_cuda)
+    monkeypatch.setattr(environment, "torch_has_cuda", lambda: has_cuda)
     assert preferred_device() == ("cuda" if has_cuda else "cpu")
 
 

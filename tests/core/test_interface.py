@@ -17,7 +17,7 @@ from paceline.core.built_in import BUILT_IN, COMMANDS
 from paceline.core.config import all_options
 from paceline.core.options import flag
 from paceline.core.plugins import GROUP_OF_TYPE
-from paceline.launch.options import option_names
+from paceline.launch.launcher import option_names
 from paceline_own_loop.run import OF_LAUNCHERS, OF_STEPS, OF_TASKS, OF_WRAPPERS
 
 ROOT = Path(__file__).parents[2]

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from paceline.core.owned_names import SHARED_MEMORY, Owner, leftovers, remove_leftovers
+from paceline.core.ownership import SHARED_MEMORY, Owner, leftovers, remove_leftovers
 from paceline_maintenance.gc_command import gc
 
 # The worker is one of multiprocessing's, as torch's data workers are; it holds a name of torch's for shared memory.
 TRAINER = """
 import multiprocessing, os, signal, sys, time
 from pathlib import Path
-from paceline.core.owned_names import name_multiprocessing, register_process
+from paceline.core.ownership import name_multiprocessing, register_process
 
 def work(started):
     register_process()

@@ -127,7 +127,7 @@ def test_processes_that_share_a_gpu_share_its_memory(run_processes: Any, gpu_sta
         """
         from types import SimpleNamespace
         from paceline.core.environment import detect_environment
-        from paceline.parallel.device import choose_device
+        from paceline.parallel.world import choose_device
         from paceline.parallel.world import open_world
         from paceline.training.session import ElasticGroups, FixedGroup
 

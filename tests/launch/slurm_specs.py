@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.launcher import LaunchSpec, get_launcher
-from paceline.launch.options import SlurmOptions
+from paceline.launch.launcher import LaunchSpec, SlurmOptions, get_launcher
 
 SCRIPT = LaunchSpec(
     command=("/opt/python", "train.py"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.core.environment import detect_environment
-from paceline.parallel.device import choose_device
+from paceline.parallel.world import choose_device
 
 TASK = """
 import torch

@@ -18,9 +18,8 @@ import pytest
 
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.launch.job_records import JobRecord, add_record, find_record, record_id
-from paceline.launch.launcher import JobStatus, LaunchSpec, get_launcher
+from paceline.launch.launcher import JobStatus, LaunchSpec, TorchrunOptions, get_launcher
 from paceline.launch.local import EXIT_CODE, ForegroundJob, process_reference
-from paceline.launch.options import TorchrunOptions
 from paceline.launch.submit import job_directory, refuse_starters
 from paceline_pages.jobs_command import cancel, jobs, status
 

@@ -14,8 +14,7 @@ from tests.launch.slurm_specs import SCRIPT, TASK, text
 
 from paceline.core.errors import ConfigError
 from paceline.core.job import RecoveryPolicy
-from paceline.launch.launcher import get_launcher
-from paceline.launch.options import SlurmOptions
+from paceline.launch.launcher import SlurmOptions, get_launcher
 
 
 @pytest.fixture(autouse=True)

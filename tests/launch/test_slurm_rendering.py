@@ -14,8 +14,7 @@ from tests.launch.slurm_specs import SCRIPT, TASK, joined, text
 from paceline.core.errors import ConfigError
 from paceline.core.job import RecoveryPolicy
 from paceline.core.options import parse_gpus
-from paceline.launch.launcher import LaunchSpec, get_launcher
-from paceline.launch.options import SlurmOptions
+from paceline.launch.launcher import LaunchSpec, SlurmOptions, get_launcher
 from paceline.launch.submit import refuse_gpu_type
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.lab.network_file_system import Mount, network_file_system
 from tests.processes import Processes
 
-from paceline.core.file_lock import SILENT_S, claims
+from paceline.core.ownership import SILENT_S, claims
 from paceline.data.audit import audit
 from paceline.runs.checkpoint_store import scan
 from paceline.runs.directory import RunDirectory

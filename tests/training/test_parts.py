@@ -27,15 +27,12 @@ from paceline.data.loader import EvalBatches
 from paceline.parallel.options import FsdpOptions
 from paceline.parallel.sharded_state import require_own_memory
 from paceline.parallel.world import ParallelDims, World
-from paceline.training.control import ROW_LENGTH, ControlFlags, StopCause, StopSignals, merge, statuses
+from paceline.training.control import ROW_LENGTH, ControlFlags, ModelSelector, StopCause, StopSignals, merge, statuses
 from paceline.training.evaluation import Evaluator, as_loss
 from paceline.training.optim import EMA
 from paceline.training.reproducibility import seed_microbatch
-from paceline.training.run_context import set_up_data
-from paceline.training.run_setup import check_world, resolve_config
-from paceline.training.schedule import ModelSelector
-from paceline.training.state import TrainingState, TrainProgress
-from paceline.training.task_parts import build_task_model
+from paceline.training.run_context import check_world, resolve_config, set_up_data
+from paceline.training.state import TrainingState, TrainProgress, build_task_model
 
 
 @dataclass

@@ -20,11 +20,10 @@ from paceline.data.loader import EvalBatches
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.timeline import starts
 from paceline.training import evaluation
-from paceline.training.control import ControlFlags, StopCause, merge
+from paceline.training.control import ControlFlags, Deadline, Schedule, StopCause, merge
 from paceline.training.evaluation import EvaluationStopped, Evaluator
 from paceline.training.reproducibility import configure_numerics, preserve_numerics
 from paceline.training.run_context import DataSetup
-from paceline.training.schedule import Deadline, Schedule
 from paceline.training.state import TrainProgress
 from paceline_tasks.fashion_mnist import FashionMNIST
 

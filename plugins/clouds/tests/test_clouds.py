@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from paceline.core.errors import ConfigError
-from paceline.launch.launcher import LaunchSpec, get_launcher
-from paceline.launch.options import make_options
+from paceline.launch.launcher import LaunchSpec, get_launcher, make_options
 from paceline_clouds.rendered import AzureMLOptions
 
 AZURE = {"image": "registry.example/train:1", "compute": "gpus"}

@@ -68,7 +68,7 @@ def test_accelerate_needs_a_gpu_or_a_word(
     assert not warnings(tmp_path, text.format(f"{argument}=args.cpu"), "--cpu", is_local=True)
     # Nodes elsewhere may have GPUs, and these here need no word.
     assert not warnings(tmp_path, text.format(""))
-    monkeypatch.setattr("paceline.core.gpus._installed_gpus", lambda: 1)
+    monkeypatch.setattr("paceline.core.environment._installed_gpus", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert not warnings(tmp_path, text.format(""), is_local=True)
 

@@ -21,8 +21,7 @@ from tests.processes import Processes, children
 import paceline
 from paceline.core.errors import ConfigError, TaskError
 from paceline.launch.job_records import JobRecord
-from paceline.launch.launcher import LaunchSpec, get_launcher
-from paceline.launch.options import make_options
+from paceline.launch.launcher import LaunchSpec, get_launcher, make_options
 from paceline_frameworks.submitit import SubmititOptions, executor_parameters
 from paceline_frameworks.submitit_running import check_private, make_private
 

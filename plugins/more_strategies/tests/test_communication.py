@@ -18,10 +18,9 @@ from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.job import WorkerConfig
 from paceline.runs.directory import RunDirectory
-from paceline.training.control import StopSignals
+from paceline.training.control import StopSignals, SyncSchedule
 from paceline.training.reproducibility import preserve_numerics
-from paceline.training.run_setup import RunRequest, setup_run
-from paceline.training.schedule import SyncSchedule
+from paceline.training.run_context import RunRequest, setup_run
 from paceline.training.state import TrainProgress
 from paceline_more_strategies.local_sgd import tensors_to_average
 from paceline_more_strategies.reference import simulated_compression, simulated_model

@@ -263,7 +263,7 @@ def _is_help_request(words: list[str]) -> bool:
 def _explain_unknown_option(error: UnknownOptionError) -> str:
     """Explain an option that does not exist, or that another launcher has."""
     from paceline.core.config import missing_options
-    from paceline.launch.options import own_flags, owners_of, torchrun_equal
+    from paceline.launch.launcher import own_flags, owners_of, torchrun_equal
 
     flag = error.token.keyword or error.token.value
     if _command(error) == ["launch"] and (equal := torchrun_equal(flag)):

@@ -15,8 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.job import RecoveryPolicy
 from paceline.core.options import parse_nodes, parse_nproc, parse_walltime_s
 from paceline.core.plugins import has_part, import_object
-from paceline.launch.launcher import LOCAL_LAUNCHERS, LaunchSpec, get_launcher
-from paceline.launch.options import make_options
+from paceline.launch.launcher import LOCAL_LAUNCHERS, LaunchSpec, get_launcher, make_options
 
 JobFlags: Any = job_options()
 LauncherFlags: Any = launchers_options()
@@ -78,7 +77,7 @@ def launch(
         defaults.print_used("job", vars(job))
         defaults.print_used(on, own_options)
     if nproc == "gpu" and on in LOCAL_LAUNCHERS:
-        from paceline.core.gpus import visible_gpus
+        from paceline.core.environment import visible_gpus
 
         if not (gpus := visible_gpus()):
             raise ConfigError("--nproc gpu: there is no GPU on this node. Use --nproc auto, or give a number.")

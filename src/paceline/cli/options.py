@@ -22,8 +22,15 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import parse_toml, user_directory
 from paceline.core.options import flag
 from paceline.core.plugins import plugin_names
-from paceline.launch.launcher import LAUNCHER_NAMES
-from paceline.launch.options import JobOptions, installed_launchers, option_names, option_types, options_type, own_flags
+from paceline.launch.launcher import (
+    LAUNCHER_NAMES,
+    JobOptions,
+    installed_launchers,
+    option_names,
+    option_types,
+    options_type,
+    own_flags,
+)
 
 ARGUMENTS, COMMON = "Arguments", "Common"
 GROUPS = (

@@ -289,9 +289,9 @@ VERIFIED = ("paceline_more_strategies.verify_cases:CASES", "paceline_frameworks.
 """Cases of ``paceline verify`` for the strategies of plug-ins."""
 
 LAUNCHER_OPTIONS: Mapping[str, str] = {
-    "spawn": "paceline.launch.options:RendezvousOptions",
-    "torchrun": "paceline.launch.options:TorchrunOptions",
-    "slurm": "paceline.launch.options:SlurmOptions",
+    "spawn": "paceline.launch.launcher:RendezvousOptions",
+    "torchrun": "paceline.launch.launcher:TorchrunOptions",
+    "slurm": "paceline.launch.launcher:SlurmOptions",
     "submitit": "paceline_frameworks.submitit:SubmititOptions",
     "ray": "paceline_ray.launcher:RayOptions",
     "monarch": "paceline_frameworks.monarch:MonarchOptions",

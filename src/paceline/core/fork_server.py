@@ -36,7 +36,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.owned_names import Owner, name_multiprocessing, remove_leftovers, remove_names_of
+from paceline.core.ownership import Owner, name_multiprocessing, remove_leftovers, remove_names_of
 from paceline.core.signals import WORKER_STOP_SIGNALS
 
 _LONGEST = 65536

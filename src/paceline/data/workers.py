@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.core.owned_names import register_process
+from paceline.core.ownership import register_process
 from paceline.core.signals import install_dump_handler
 from paceline.core.task import Task
 from paceline.core.task_loading import load_task_class

@@ -17,10 +17,9 @@ from torch import distributed as dist
 
 from paceline.core.errors import PeerLostError
 from paceline.elastic.worker_channel import AgentClient, Assignment
-from paceline.parallel.device import LocalDevice
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.point_to_point import describe_tensor, empty_tensor, receive_tensor, send_tensor
-from paceline.parallel.world import World, form_group
+from paceline.parallel.world import LocalDevice, World, form_group
 from paceline.runs.checkpoint_state import flatten, unflatten
 from paceline.torch_internals import PrefixStore, Store, TCPStore, restart_group_names
 

@@ -22,9 +22,9 @@ from paceline.core.files import write_atomically
 from paceline.core.signals import describe_unresponsive, install_dump_handler, stacks_of
 from paceline.elastic.group_planner import WorkerGroup
 from paceline.elastic.worker_channel import StallSnapshot, take_stall_snapshot
-from paceline.parallel.progress import ProgressTracker, name_stage
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import exit_code_of, record_failure
+from paceline.runs.rank_progress import ProgressTracker, name_stage
 
 # --- Diagnosis: from the ranks' snapshots to one sentence. Pure ---
 #

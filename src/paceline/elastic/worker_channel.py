@@ -21,8 +21,8 @@ from paceline.core.signals import (
     parse_frames,
     stacks_of,
 )
-from paceline.parallel.progress import ProgressTracker
 from paceline.runs.failures import FailureRecord
+from paceline.runs.rank_progress import ProgressTracker
 
 # --- The messages: one JSON object per packet, over a socket pair. No torch
 #
@@ -70,7 +70,7 @@ class StallSnapshot(ChannelMessage, frozen=True, tag="snapshot"):
 
     Attributes:
         step: optimizer steps done.
-        stage, phase, exchange, collective_seq, left: see :class:`~paceline.parallel.progress.ProgressTracker`.
+        stage, phase, exchange, collective_seq, left: see :class:`~paceline.runs.rank_progress.ProgressTracker`.
         stage_s: seconds in the current stage.
         overdue: whether that is longer than expected.
         still_s: seconds without progress.

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 
 from paceline.core.errors import ExportError, PackageError
 from paceline.core.inference import InferenceSignature
-from paceline.core.owned_names import own_prefix
+from paceline.core.ownership import own_prefix
 from paceline.core.plugins import import_library
 from paceline.core.task import Task
 from paceline.core.task_loading import BUILT_IN_TASKS, TaskReference, load_task_class

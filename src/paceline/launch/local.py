@@ -29,10 +29,12 @@ from paceline.core.job import Command, LaunchSpec, Placement, WorkerConfig, spli
 from paceline.launch.job_logs import follow_files
 from paceline.launch.launcher import (
     JobHandle,
+    JobOptions,
     JobStatus,
     Launcher,
     RecordedJob,
     RenderedJob,
+    RendezvousOptions,
     find_preflight,
     refuse_unsupported,
 )
@@ -43,7 +45,6 @@ from paceline.launch.local_run import (
     processes_here,
     refuse_job_options,
 )
-from paceline.launch.options import JobOptions, RendezvousOptions
 from paceline.launch.rank_variables import (
     env_style_variables,
     expand_placeholders,

@@ -15,10 +15,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.core.config import RunConfig, config_from_mapping, merge_resumed_options
-from paceline.core.environment import Environment, detect_environment, without_rank_variables
+from paceline.core.environment import (
+    Environment,
+    detect_environment,
+    preferred_device,
+    visible_gpus,
+    without_rank_variables,
+)
 from paceline.core.errors import ConfigError
 from paceline.core.files import write_atomically
-from paceline.core.gpus import preferred_device, visible_gpus
 from paceline.core.job import Placement, Recovery, RecoveryPolicy, WorkerConfig, default_run_path
 from paceline.core.options import flag
 from paceline.core.plugins import import_object
@@ -29,13 +34,13 @@ from paceline.launch.launcher import (
     LAUNCHER_NAMES,
     LOCAL_LAUNCHERS,
     EnvStyle,
+    JobOptions,
     Launcher,
     LaunchSpec,
     RenderedJob,
     find_preflight,
     get_launcher,
 )
-from paceline.launch.options import JobOptions
 from paceline.launch.rank_variables import find_framework
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED, NodeRemovedError, describe_stop

@@ -27,11 +27,11 @@ from paceline.launch.launcher import (
     LaunchSpec,
     RankLauncher,
     RenderedJob,
+    SlurmOptions,
     State,
     refuse_unsupported,
 )
 from paceline.launch.local import EXIT_CODE, BackgroundJob, ForegroundJob
-from paceline.launch.options import SlurmOptions
 from paceline.launch.slurm_script import (
     ARRAY_INDEX,
     BODIES,

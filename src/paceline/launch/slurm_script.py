@@ -21,7 +21,7 @@ from paceline.launch.rank import rank_command
 from paceline.launch.stop_codes import STOP_CODES, stop_codes_command
 
 if TYPE_CHECKING:
-    from paceline.launch.options import SlurmOptions
+    from paceline.launch.launcher import SlurmOptions
 
 
 # --- Replacements of ``ssh`` and ``srun`` for mpirun and horovodrun, in a directory ``$starters`` for their PATH ---

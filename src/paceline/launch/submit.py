@@ -35,8 +35,11 @@ from paceline.launch.job_records import (
 )
 from paceline.launch.launcher import (
     LOCAL_LAUNCHERS,
+    TORCHRUN_EQUALS,
+    TORCHRUN_OTHERS,
     EnvStyle,
     JobHandle,
+    JobOptions,
     Launcher,
     LaunchSpec,
     RankLauncher,
@@ -44,10 +47,10 @@ from paceline.launch.launcher import (
     RenderedOnlyError,
     find_preflight,
     get_launcher,
+    make_options,
 )
 from paceline.launch.local import OUTPUT, BackgroundJob
 from paceline.launch.local_run import check_task
-from paceline.launch.options import TORCHRUN_EQUALS, TORCHRUN_OTHERS, JobOptions, make_options
 
 # --- The launchers of clusters ---
 

@@ -23,7 +23,7 @@ import psutil
 from paceline.core import parent_death
 from paceline.core.errors import LaunchError
 from paceline.core.job import Command
-from paceline.core.owned_names import remove_leftovers
+from paceline.core.ownership import remove_leftovers
 from paceline.core.parent_death import set_child_subreaper
 from paceline.core.signals import STOP_SIGNALS, StopRequests, forwarded_signal, handle_signals
 from paceline.launch.rank_output import RankOutputs, shared_outputs

@@ -18,9 +18,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.job import Command, LaunchSpec, split_python
 from paceline.core.sockets import address_beside, interface_of
 from paceline.launch import torchrun_agent
-from paceline.launch.launcher import RenderedJob
+from paceline.launch.launcher import RenderedJob, RendezvousOptions, TorchrunOptions
 from paceline.launch.local import LocalLauncher, process_command, process_variables
-from paceline.launch.options import RendezvousOptions, TorchrunOptions
 from paceline.launch.rank import torchrun_rank_command
 from paceline.launch.rank_output import shared_outputs
 from paceline.launch.rank_variables import names_rank

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 from paceline.core.built_in import PARTS
 from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.files import check_location, is_address
-from paceline.core.owned_names import own_prefix
+from paceline.core.ownership import own_prefix
 from paceline.core.plugins import import_object
 from paceline.runs.checkpoint_manifest import CheckpointInfo
 from paceline.runs.checkpoint_store import copy, find_version, holds_version, newest_verified, prune, remove_stale

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.files import fail_if_armed
-from paceline.core.owned_names import Owner, boot_id, own_prefix
+from paceline.core.ownership import Owner, boot_id, own_prefix
 
 # --- Files that a manifest lists, of a checkpoint or a package ---
 

@@ -43,7 +43,6 @@ from typing import Any, Self
 import tomli_w
 
 from paceline.core.errors import CheckpointError, PacelineError, RunDirectoryError, RunInUseError
-from paceline.core.file_lock import BRIEF_S, FileLock, describe_holder, is_locked
 from paceline.core.files import (
     append_lines,
     check_path,
@@ -55,7 +54,7 @@ from paceline.core.files import (
     read_json_lines,
     write_atomically,
 )
-from paceline.core.owned_names import boot_id
+from paceline.core.ownership import BRIEF_S, FileLock, boot_id, describe_holder, is_locked
 
 # --- The files of a run's events: one for each node, since clients of NFS overwrite each other's appended lines ---
 #
@@ -558,7 +557,7 @@ class RunLock(FileLock):
     def take(self) -> None:
         """Take the lock; wait for it while its holder is ending, as after ``kill -9`` on a busy machine.
 
-        A node that may be down is given up once it has been silent for :data:`paceline.core.file_lock.SILENT_S`.
+        A node that may be down is given up once it has been silent for :data:`paceline.core.ownership.SILENT_S`.
 
         Raises:
             RunInUseError: another process holds it.

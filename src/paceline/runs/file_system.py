@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.core.file_lock import lock_now
+from paceline.core.ownership import lock_now
 
 SLOW_MS = 20.0
 _TRIES = 5

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from paceline.core.config import configuration
 from paceline.runs.directory import EpochSteps, RunDirectory
-from paceline.runs.heartbeat import Heartbeat
 from paceline.runs.metric_writers import (
     JsonlWriter,
     Media,
@@ -22,6 +21,7 @@ from paceline.runs.metric_writers import (
     imbalance,
     keep_until,
 )
+from paceline.runs.rank_progress import Heartbeat
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

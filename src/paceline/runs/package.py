@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from paceline.core.errors import PackageError, UntrustedError
-from paceline.core.file_lock import locked
 from paceline.core.files import open_regular, user_directory
+from paceline.core.ownership import locked
 from paceline.core.standard_streams import escape_controls
 from paceline.runs.checkpoint_manifest import (
     MANIFEST,

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.core.errors import PackageError
-from paceline.core.file_lock import locked
 from paceline.core.files import check_path, fsync_directory, open_regular, rename, user_directory, write_atomically
+from paceline.core.ownership import locked
 from paceline.runs.checkpoint_manifest import (
     MANIFEST,
     canonical_json,

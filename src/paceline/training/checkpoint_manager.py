@@ -30,9 +30,9 @@ from paceline.runs.checkpoint_shards import Writers
 from paceline.runs.checkpoint_store import holds_version, newest_verified
 from paceline.runs.checkpointer import Checkpointer
 from paceline.runs.failures import SupersededError
+from paceline.training.control import is_due
 from paceline.training.reproducibility import numerics_fingerprint
 from paceline.training.run_context import RunContext
-from paceline.training.schedule import is_due
 from paceline.training.state import TrainProgress
 
 _log = logging.getLogger(__name__)

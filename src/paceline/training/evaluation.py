@@ -22,9 +22,8 @@ from paceline.parallel.grad_buffers import read_numbers
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.monitor import Monitor
-from paceline.training.control import StopCause
+from paceline.training.control import Deadline, ModelSelector, StopCause
 from paceline.training.reproducibility import seed_evaluation
-from paceline.training.schedule import Deadline, ModelSelector
 from paceline.training.state import TrainingState
 
 # --- Confidence intervals of an evaluation's metrics, from the task's values for each sample

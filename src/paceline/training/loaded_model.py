@@ -16,7 +16,7 @@ from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import CheckpointError, DataError
 from paceline.core.job import WorkerConfig
-from paceline.core.owned_names import own_prefix
+from paceline.core.ownership import own_prefix
 from paceline.core.task import Callback, RankInfo, Task
 from paceline.core.task_loading import TaskReference, recorded_spec
 from paceline.parallel.world import ParallelDims, World, open_world
@@ -28,10 +28,16 @@ from paceline.training.control import StopCause, StopSignals
 from paceline.training.evaluation import Evaluator, Observe
 from paceline.training.hooks import build_preparation
 from paceline.training.reproducibility import numerics_fingerprint, preserve_numerics, seed_model
-from paceline.training.run_context import RunContext
-from paceline.training.run_setup import RunRequest, setup_run
-from paceline.training.state import PREFIXES, complete, frozen_parameters, load_changed_buffers, require_base
-from paceline.training.task_parts import build_task_callback, build_task_model
+from paceline.training.run_context import RunContext, RunRequest, setup_run
+from paceline.training.state import (
+    PREFIXES,
+    build_task_callback,
+    build_task_model,
+    complete,
+    frozen_parameters,
+    load_changed_buffers,
+    require_base,
+)
 
 Device = Literal["auto", "cpu", "cuda"]
 

@@ -29,9 +29,8 @@ from paceline.training.checkpoint_manager import RECENT_STEPS
 from paceline.training.optim import require_equal_groups
 from paceline.training.reproducibility import release_cublas_workspace, seed_model
 from paceline.training.run_context import RunContext
-from paceline.training.state import TrainingState, require_base
+from paceline.training.state import TrainingState, build_task_model, require_base
 from paceline.training.step import microbatch_loss
-from paceline.training.task_parts import build_task_model
 
 
 class StateCondition(Enum):

@@ -19,12 +19,12 @@ from paceline.data.order import DeterministicSampler
 from paceline.data.samples import MicroBatch
 from paceline.data.stream import StreamLoader
 from paceline.parallel.point_to_point import describe_tensor, empty_tensor
-from paceline.parallel.progress import ProgressTracker
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.strategy import ReducerStrategy, Strategy
 from paceline.parallel.world import World
 from paceline.runs.directory import RunDirectory
 from paceline.runs.monitor import PhaseTimer
+from paceline.runs.rank_progress import ProgressTracker
 from paceline.training.control import ControlFlags, merge
 from paceline.training.evaluation import Pair, as_loss, as_pairs, mean_values, split_values
 from paceline.training.hooks import StepHook

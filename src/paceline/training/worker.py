@@ -18,7 +18,7 @@ from paceline.core.environment import Environment, default_threads, detect_envir
 from paceline.core.errors import RunInUseError
 from paceline.core.fork_server import Child, redirect_output, restore_stop_signals, run_fork_server
 from paceline.core.job import WorkerConfig, default_run_path
-from paceline.core.owned_names import name_multiprocessing, remove_leftovers
+from paceline.core.ownership import name_multiprocessing, remove_leftovers
 from paceline.core.plugins import import_object
 from paceline.core.signals import WORKER_STOP_SIGNALS, die_with_parent, dump_stacks_on_signal, handle_signals
 from paceline.runs.directory import RunDirectory
@@ -86,10 +86,10 @@ def _run_under_agent(
     local_index: int,
     terminal: tuple[int, int],
 ) -> None:
-    from paceline.parallel.device import choose_device
+    from paceline.parallel.world import choose_device
     from paceline.runs.rank_log import open_rank_log, show_on
     from paceline.training.control import StopSignals
-    from paceline.training.run_setup import RunRequest
+    from paceline.training.run_context import RunRequest
     from paceline.training.session import ElasticGroups, train
 
     config = worker_config.config
@@ -168,7 +168,7 @@ def run(worker_config: WorkerConfig, environment: Environment, task: Task | None
     """
     from paceline.runs.rank_log import open_rank_log
     from paceline.training.control import StopSignals
-    from paceline.training.run_setup import RunRequest
+    from paceline.training.run_context import RunRequest
     from paceline.training.session import FixedGroup, train
 
     log_format = worker_config.config.records.log_format

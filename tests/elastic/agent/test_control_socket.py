@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core import owned_names
+from paceline.core import ownership
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.elastic import control
-from paceline.elastic.control import AgentConnection, AgentGone, ControlSocket, RunStatus, WorkerStatus
+from paceline.elastic import agent
+from paceline.elastic.agent import AgentConnection, AgentGone, ControlSocket, RunStatus, WorkerStatus
 from paceline.runs.directory import RunDirectory
 
 STATUS = RunStatus(
@@ -126,7 +126,7 @@ def test_another_users_process_is_not_answered(
     job: Job, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = json.loads(directory.agent.read_bytes())["socket"]
-    monkeypatch.setattr(control, "_user_of", lambda connection: os.geteuid() + 1)
+    monkeypatch.setattr(agent, "_user_of", lambda connection: os.geteuid() + 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(10)
         stranger.connect(path)
@@ -181,7 +181,7 @@ def test_a_note_that_is_no_note_is_an_error_in_words(directory: RunDirectory) ->
 
 def test_without_a_short_folder_it_says_which_to_set(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr(owned_names.tempfile, "gettempdir", lambda: "/long" * 40)
-    monkeypatch.setattr(owned_names.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(ownership.tempfile, "gettempdir", lambda: "/long" * 40)
+    monkeypatch.setattr(ownership.os, "access", lambda path, mode: False)
     with pytest.raises(RunDirectoryError, match="Set TMPDIR"):
-        control._private_directory()
+        agent._private_directory()

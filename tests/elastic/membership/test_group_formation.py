@@ -15,8 +15,8 @@ from paceline.core.errors import ConfigError, PeerLostError
 from paceline.elastic import group_formation
 from paceline.elastic.group_formation import open_process_group
 from paceline.elastic.worker_channel import AgentClient, Assignment
-from paceline.parallel.device import LocalDevice
-from paceline.parallel.progress import ProgressTracker
+from paceline.parallel.world import LocalDevice
+from paceline.runs.rank_progress import ProgressTracker
 
 PLACE = Assignment(
     generation=3, rank=1, world_size=2, local_rank=1, local_world_size=2, active=2, address="127.0.0.1", port=1

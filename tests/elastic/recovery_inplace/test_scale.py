@@ -17,7 +17,7 @@ from tests.processes import children
 
 from paceline.core.errors import ConfigError
 from paceline.data.audit import audit
-from paceline.elastic.control import AgentConnection, RunStatus
+from paceline.elastic.agent import AgentConnection, RunStatus
 from paceline.runs.directory import RunDirectory
 
 TASK = str(Path(__file__).with_name("faulty.py")) + ":Faulty"

@@ -13,7 +13,7 @@ from tests.lab.etcd import EtcdCluster
 from tests.lab.machines import Lab, Node, NodeProcess
 
 from paceline.data.audit import audit
-from paceline.elastic.control import AgentConnection, RunStatus
+from paceline.elastic.agent import AgentConnection, RunStatus
 from paceline.runs.directory import RunDirectory
 
 TASK = '''

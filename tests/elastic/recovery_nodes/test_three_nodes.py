@@ -17,7 +17,7 @@ from tests.elastic.recovery_nodes.test_network_file_system import SharedRun
 from tests.lab.machines import Machines, Node, NodeProcess
 from tests.lab.network_file_system import network_file_system
 
-from paceline.core.file_lock import SILENT_S
+from paceline.core.ownership import SILENT_S
 
 pytestmark = [pytest.mark.system, pytest.mark.cold, pytest.mark.timeout(900)]
 NAMES = ("node0", "node1", "node2")

@@ -10,8 +10,7 @@ import pytest
 from tests.launch.slurm_specs import joined
 
 from paceline.core.errors import ConfigError
-from paceline.launch.launcher import LaunchSpec, get_launcher
-from paceline.launch.options import SlurmOptions
+from paceline.launch.launcher import LaunchSpec, SlurmOptions, get_launcher
 from paceline.launch.slurm_script import BODIES
 from paceline.launch.submit import choose_env_style, choose_rank_launcher
 

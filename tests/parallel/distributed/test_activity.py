@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import pytest
 
-from paceline.parallel import progress as module
-from paceline.parallel.progress import FLOOR_S, ProgressTracker, Stage
+from paceline.runs import rank_progress as module
+from paceline.runs.rank_progress import FLOOR_S, ProgressTracker, Stage
 
 
 @pytest.fixture

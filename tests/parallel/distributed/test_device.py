@@ -13,10 +13,8 @@ import torch
 
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
-from paceline.parallel import device as devices
 from paceline.parallel import world as worlds
-from paceline.parallel.device import choose_device, why_idle
-from paceline.parallel.world import open_world
+from paceline.parallel.world import choose_device, open_world, why_idle
 
 CPU = torch.device("cpu")
 SeenGpus = Callable[[int], list[torch.device]]
@@ -86,14 +84,14 @@ def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_idle_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "visible_gpus", lambda: 8)
+    monkeypatch.setattr(worlds, "visible_gpus", lambda: 8)
     assert why_idle(torch.device("cuda", 0), 1) == "7 GPUs are idle: --nproc auto uses all"
     assert why_idle(torch.device("cuda", 0), 7) == "1 GPU is idle: --nproc auto uses all"
     assert why_idle(torch.device("cuda", 0), 8) is None
     idle = why_idle(CPU, 8)
     assert idle is not None
     assert idle.startswith("8 GPUs are idle")
-    monkeypatch.setattr(devices, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(worlds, "visible_gpus", lambda: 0)
     assert why_idle(CPU, 8) is None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import CheckpointError, CheckpointWriteError
-from paceline.core.owned_names import boot_id
+from paceline.core.ownership import boot_id
 from paceline.runs.checkpoint_manifest import CheckpointInfo, temporary_directory, verify
 from paceline.runs.checkpoint_store import commit, newest_verified, prune, remove_stale
 

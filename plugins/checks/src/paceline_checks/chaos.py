@@ -21,10 +21,10 @@ from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import ConfigError, LaunchError, RunDirectoryError
 from paceline.core.options import at_least
-from paceline.core.owned_names import own_prefix, remove_leftovers
+from paceline.core.ownership import own_prefix, remove_leftovers
 from paceline.core.stats import percentile
 from paceline.data.audit import audit
-from paceline.elastic.control import AgentConnection
+from paceline.elastic.agent import AgentConnection
 from paceline.runs.directory import RunDirectory
 from paceline.runs.timeline import Timeline, timeline
 from paceline_checks.fault_injection import Fault, FaultInjector, Injection, Kind, WriteFaults, check_kinds, plan_faults

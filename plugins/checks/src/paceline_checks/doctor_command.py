@@ -18,8 +18,7 @@ from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc, parse_walltime_s
 from paceline.core.plugins import import_object
 from paceline.core.task_loading import check_spec
-from paceline.launch.launcher import LOCAL_LAUNCHERS, Launcher, LaunchSpec, get_launcher
-from paceline.launch.options import make_options, parse_env
+from paceline.launch.launcher import LOCAL_LAUNCHERS, Launcher, LaunchSpec, get_launcher, make_options, parse_env
 from paceline.launch.submit import choose_rank_launcher, finish, job_directory, submit
 from paceline_checks.collectives import parse_size
 from paceline_checks.preflight.job import REPORT, check_locally, local_ranks, read_report

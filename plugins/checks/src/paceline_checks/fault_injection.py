@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from paceline.core.errors import ConfigError
 from paceline.core.files import WRITE_FAULTS, write_atomically
-from paceline.elastic.control import AgentConnection, AgentGone, RunStatus, WorkerStatus
+from paceline.elastic.agent import AgentConnection, AgentGone, RunStatus, WorkerStatus
 from paceline.runs.checkpoint_store import scan
 from paceline.runs.directory import RunDirectory
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from paceline.core.gpus import visible_gpus
+from paceline.core.environment import visible_gpus
 from paceline.core.job import LaunchSpec
 from paceline.launch.launcher import LOCAL_LAUNCHERS
 

@@ -18,8 +18,7 @@ from paceline.core.options import parse_walltime_s
 from paceline.core.task import Task
 from paceline.core.task_loading import check_spec, convert, is_same, parse_assignments, task_fields
 from paceline.launch.job_records import JobRecord, record_id, room_for_record
-from paceline.launch.launcher import JobHandle, JobStatus, LaunchSpec, get_launcher
-from paceline.launch.options import make_options, option_names
+from paceline.launch.launcher import JobHandle, JobStatus, LaunchSpec, get_launcher, make_options, option_names
 from paceline.launch.submit import finish, job_directory, job_name, remember, task_job
 from paceline.launch.submit import submit as submit_job
 from paceline.runs.directory import RunDirectory

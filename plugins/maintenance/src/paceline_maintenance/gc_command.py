@@ -32,7 +32,8 @@ def gc(root: Path = _DEFAULT_ROOT, *, keep_last: int = 3, yes: Flag = False, jso
         yes: Remove the items. Without it, nothing is removed.
         json: Print one JSON object.
     """
-    from paceline.core import owned_names
+    from paceline.core.ownership import leftovers as find_leftovers
+    from paceline.core.ownership import remove_names
     from paceline.runs.package_registry import Registry
     from paceline_maintenance.gc import keep, packages_in, remove, runs_in
     from paceline_pages.run_status import check_folder
@@ -45,11 +46,11 @@ def gc(root: Path = _DEFAULT_ROOT, *, keep_last: int = 3, yes: Flag = False, jso
     items = [*runs_in(root.resolve()), *packages_in(registry)]
     keep(items, keep_last)
     items.sort(key=lambda item: (item.reason is not None, item.kind, -item.time))
-    leftovers = owned_names.leftovers(everywhere=True)
+    leftovers = find_leftovers(everywhere=True)
     rows = [(item, item.size_bytes) for item in items]
     problems: dict[Path, str] = {}
     if yes:
-        owned_names.remove_names(leftovers)
+        remove_names(leftovers)
         for item in items:
             if item.reason is None and (problem := remove(item, registry)):
                 problems[item.path] = problem

@@ -21,10 +21,9 @@ from paceline.parallel.pipeline.pipeline import Pipeline
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.strategy import MicrobatchWork, Strategy, StrategyOptions
 from paceline.parallel.world import ParallelDims
-from paceline.training.control import ControlFlags
+from paceline.training.control import ControlFlags, Schedule
 from paceline.training.group_context import GroupContext
 from paceline.training.hooks import StepHook
-from paceline.training.schedule import Schedule
 from paceline.training.state import TrainingState, TrainProgress
 from paceline.training.trainer import SyncEngine
 

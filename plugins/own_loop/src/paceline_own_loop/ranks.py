@@ -14,7 +14,7 @@ from paceline.core.errors import ConfigError, StopRequested, TaskError
 from paceline.core.job import WorkerConfig
 from paceline.launch.local_run import available_processes, launch
 from paceline.runs.directory import RunDirectory
-from paceline.training.run_setup import RunRequest
+from paceline.training.run_context import RunRequest
 from paceline.training.session import ElasticGroups
 
 # --- The process that the user has started ---

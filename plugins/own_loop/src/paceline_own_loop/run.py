@@ -26,17 +26,16 @@ from paceline.core.task import Callback, Task
 from paceline.core.task_loading import refuse_call_at_import
 from paceline.elastic.worker_channel import HeartbeatState
 from paceline.launch.local_run import own_environment, require_recovery
-from paceline.parallel.progress import note_progress
 from paceline.parallel.world import World
 from paceline.runs.checkpoint_selection import select_checkpoint
 from paceline.runs.directory import OWN_LOOP
 from paceline.runs.rank_log import open_rank_log
+from paceline.runs.rank_progress import note_progress
 from paceline.training.control import StopCause, StopSignals
 from paceline.training.evaluation import Evaluator
 from paceline.training.group_context import alone
 from paceline.training.loaded_model import restore_model
-from paceline.training.run_context import RunContext
-from paceline.training.run_setup import RunRequest
+from paceline.training.run_context import RunContext, RunRequest
 from paceline.training.session import (
     FixedGroup,
     Groups,

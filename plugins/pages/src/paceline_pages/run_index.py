@@ -18,10 +18,10 @@ from typing import Any, Literal
 import msgspec
 
 from paceline.core.errors import RunDirectoryError
-from paceline.core.file_lock import is_locked
 from paceline.core.files import open_regular, parse_json, read_document
+from paceline.core.ownership import is_locked
 from paceline.runs.directory import RunDirectory
-from paceline.runs.heartbeat import HeartbeatRecord
+from paceline.runs.rank_progress import HeartbeatRecord
 from paceline_pages.run_status import (
     FOREIGN,
     RunSummary,

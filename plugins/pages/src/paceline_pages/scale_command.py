@@ -17,7 +17,7 @@ from paceline.launch.job_records import JobRecord, find_record, read_records
 from paceline.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from paceline.elastic.control import AgentConnection, RunStatus
+    from paceline.elastic.agent import AgentConnection, RunStatus
 
 _POLL_S = 0.1
 
@@ -41,7 +41,7 @@ def scale(
         nodes: Nodes, for a run on several or a job.
         json: Print the new state as one line of JSON.
     """
-    from paceline.elastic.control import AgentConnection
+    from paceline.elastic.agent import AgentConnection
 
     if (nproc is None) == (nodes is None):
         raise ConfigError("give exactly one of --nproc N and --nodes N.")

@@ -17,8 +17,8 @@ from tests.runs.packages.conftest import manifest_of
 
 from paceline.runs.checkpoint_manifest import write_file
 from paceline.runs.directory import RunDirectory
-from paceline.runs.heartbeat import BEAT_S, Heartbeat
 from paceline.runs.package_registry import Registry, parse_reference
+from paceline.runs.rank_progress import BEAT_S, Heartbeat
 from paceline_pages.dashboard import RunCache, log_tail
 from paceline_pages.run_index import MAX_POINTS, Curves, Index, alerts, read_beats
 from paceline_pages.run_status import summarise
@@ -381,7 +381,7 @@ def test_the_end_of_a_log(tmp_path: Path) -> None:
 def test_a_rank_beats_until_it_leaves(
     tmp_path: Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.runs.heartbeat._LEAVE_S", 60.0)
+    monkeypatch.setattr("paceline.runs.rank_progress._LEAVE_S", 60.0)
     directory = RunDirectory(tmp_path / "run")
     directory.create()
     heart = Heartbeat(directory, rank=0, world_size=1, step=4)

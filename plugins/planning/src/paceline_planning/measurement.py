@@ -23,7 +23,7 @@ from paceline.parallel.tp_autoplan import infer_tp_plan
 from paceline.parallel.wrap_units import CheckpointedForward, checkpoint_activations, exclude_tied, wrap_units
 from paceline.torch_internals import FakeTensorMode, tree_leaves, tree_map_only
 from paceline.training.evaluation import split_values
-from paceline.training.task_parts import build_task_model, build_task_optimizers
+from paceline.training.state import build_task_model, build_task_optimizers
 from paceline_planning.model_partition import (
     MemoryTrace,
     MemoryTracker,

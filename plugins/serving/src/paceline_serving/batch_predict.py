@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from paceline.core.errors import ConfigError, DataError, ServingError
-from paceline.core.file_lock import locked
 from paceline.core.files import fsync_directory, rename, write_atomically
 from paceline.core.inference import TensorSpec
+from paceline.core.ownership import locked
 from paceline.core.plugins import import_library
 from paceline_serving.batching import RequestFailure
 from paceline_serving.client import Client

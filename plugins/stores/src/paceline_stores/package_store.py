@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from paceline.core.errors import CheckpointError, PackageError
-from paceline.core.owned_names import own_prefix
+from paceline.core.ownership import own_prefix
 from paceline.runs.checkpoint_manifest import MANIFEST, MAX_MANIFEST_BYTES, write_file
 from paceline.runs.package_manifest import PackageManifest, plain_name
 from paceline.runs.package_registry import MAX_TAG_BYTES, PackageNames, PackageReference, Tag

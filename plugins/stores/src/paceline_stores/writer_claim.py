@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.core.files import read_document, write_atomically
-from paceline.core.owned_names import Owner, boot_id, own_prefix
+from paceline.core.ownership import Owner, boot_id, own_prefix
 from paceline.runs.checkpoint_manifest import parse_json
 from paceline.runs.directory import RunDirectory
 from paceline_stores.objects import ObjectStore

@@ -25,10 +25,10 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
 from paceline.core.errors import DataError
-from paceline.core.file_lock import locked
 from paceline.core.files import rename, user_directory
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.output import Console
+from paceline.core.ownership import locked
 from paceline.core.task import Defaults, Task
 
 # --- Fashion-MNIST (Xiao, Rasul, Vollgraf 2017, https://arxiv.org/abs/1708.07747): find it, fetch it, read

@@ -179,7 +179,7 @@ def _make_search(
     here: bool,
 ) -> Search:
     from paceline.core.config import config_from_mapping
-    from paceline.core.gpus import preferred_device
+    from paceline.core.environment import preferred_device
     from paceline.core.task_loading import check_spec
     from paceline_tune.search import Search
 

@@ -23,7 +23,7 @@ from paceline.core.errors import ConfigError, LaunchError, PacelineError, TaskEr
 from paceline.core.files import read_json_lines
 from paceline.core.job import default_run_path
 from paceline.core.options import Interval, check_bounds, flag, parse_best
-from paceline.core.owned_names import own_prefix
+from paceline.core.ownership import own_prefix
 from paceline.core.sockets import require_loopback
 from paceline.core.standard_streams import discard
 from paceline.core.task import Task

@@ -20,7 +20,7 @@ from rich.live import Live
 
 from paceline.core.errors import RESTART_EXIT_CODE, LaunchError, PacelineError, RunDirectoryError
 from paceline.core.output import Console
-from paceline.core.owned_names import own_prefix
+from paceline.core.ownership import own_prefix
 from paceline.core.signals import STOP_SIGNALS, StopRequests, handle_signals
 from paceline.core.standard_streams import escape_controls
 from paceline.runs.metric_writers import finite, has_tensorboard

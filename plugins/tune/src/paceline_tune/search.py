@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.core.file_lock import FileLock
 from paceline.core.files import write_atomically
 from paceline.core.options import parse_best, parse_duration_s
+from paceline.core.ownership import FileLock
 from paceline.runs.directory import in_use
 from paceline_tune.space import Parameters, Space, Value, assignments, parse_space
 

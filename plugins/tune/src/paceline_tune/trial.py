@@ -33,7 +33,7 @@ from paceline.core.fork_server import (
     run_fork_server,
 )
 from paceline.core.job import WorkerConfig
-from paceline.core.owned_names import make_directory
+from paceline.core.ownership import make_directory
 from paceline.core.parent_death import die_with_parent, kill_with_parent_command
 from paceline.core.task_loading import parse_assignments
 from paceline.runs.directory import RunDirectory, RunLock

@@ -19,10 +19,9 @@ from typing import Any, TypeVar
 
 import psutil
 
-from paceline.core.environment import Environment, is_loopback
+from paceline.core.environment import Environment, is_loopback, visible_gpus
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
-from paceline.core.file_lock import lock_now
-from paceline.core.gpus import visible_gpus
+from paceline.core.ownership import lock_now
 from paceline.core.sockets import LOOPBACK, address_towards, interface_address, interface_of, is_ours
 from paceline.core.task_loading import load_task_class
 from paceline.runs.checkpoint_manifest import read_manifest

@@ -12,10 +12,9 @@ import msgspec
 
 from paceline.core.errors import ConfigError
 from paceline.core.job import Placement
-from paceline.core.owned_names import own_prefix
+from paceline.core.ownership import own_prefix
 from paceline.core.sockets import require_loopback
-from paceline.launch.launcher import LaunchSpec, get_launcher
-from paceline.launch.options import RendezvousOptions
+from paceline.launch.launcher import LaunchSpec, RendezvousOptions, get_launcher
 from paceline_checks.preflight.spec import PreflightReport, PreflightSpec
 
 REPORT = "report.json"

@@ -33,7 +33,7 @@ from paceline.data.samples import MOST_SAMPLES, check_samples, digest_of, genera
 from paceline.torch_internals import BatchNorm
 from paceline.training.evaluation import as_loss
 from paceline.training.reproducibility import build_split, seed_microbatch, seed_model
-from paceline.training.task_parts import build_task_callback, build_task_model, build_task_optimizers
+from paceline.training.state import build_task_callback, build_task_model, build_task_optimizers
 from paceline_checks.impurities import Impurity, impurity
 from paceline_checks.purity import Observation, bits_by_name, compute_twice, observe
 from paceline_checks.verify.verify import LintWarning

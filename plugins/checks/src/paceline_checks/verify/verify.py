@@ -17,9 +17,9 @@ from typing import Any, Literal
 import msgspec
 
 from paceline.core.config import config_from_mapping
+from paceline.core.environment import visible_gpus
 from paceline.core.errors import ConfigError, LaunchError, UserError
-from paceline.core.gpus import visible_gpus
-from paceline.core.owned_names import own_prefix
+from paceline.core.ownership import own_prefix
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.failures import FailureRecord
 from paceline_checks.verify.cases import (

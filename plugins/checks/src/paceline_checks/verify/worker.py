@@ -33,9 +33,9 @@ from paceline.core.signals import dump_stacks_on_signal
 from paceline.core.task import BatchInfo, Callback, LossResult, RunSchedule, Task
 from paceline.core.task_loading import TaskReference, parse_assignments
 from paceline.data.samples import digest_of
-from paceline.parallel.device import choose_device
 from paceline.parallel.sharded_state import gather_full
 from paceline.parallel.strategy_selection import memory_per_process
+from paceline.parallel.world import choose_device
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.checkpoint_store import newest_verified
 from paceline.runs.directory import RunDirectory
@@ -44,8 +44,7 @@ from paceline.torch_internals import tree_leaves, tree_map
 from paceline.training.control import StopSignals
 from paceline.training.loaded_model import read_checkpoint
 from paceline.training.reproducibility import configure_numerics, preserve_numerics
-from paceline.training.run_context import RunContext
-from paceline.training.run_setup import RunRequest, setup_run
+from paceline.training.run_context import RunContext, RunRequest, setup_run
 from paceline.training.worker import run
 from paceline_checks.verify.cases import (
     GroupPlan,
