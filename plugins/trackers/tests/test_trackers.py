@@ -239,7 +239,7 @@ def test_wandb_without_an_api_key_is_one_warning_that_says_what_to_do(
         monkeypatch.delenv(name, raising=False)
     env = {"WANDB_CONFIG_DIR": str(tmp_path), "NETRC": str(tmp_path / "none")}
     options = ("--run-dir", tmp_path / "run", "--max-steps", "4", "--threads", "1", "--log-every", "2")
-    done = run_processes.paceline("train", "fashion-mnist-mlp", *options, "--log-to", "wandb", env=env)
+    done = run_processes.paceline("train", f"{TASK}:Paced", *options, "--log-to", "wandb", env=env)
     assert done.returncode == 0
     assert done.stderr.count("--log-to wandb failed") == 1
     assert "wandb login, or set WANDB_MODE=offline" in done.stderr

@@ -57,8 +57,7 @@ def train(
 
     Args:
         task: file.py:Name, package.module:Name, a built-in task such as fashion-mnist, or hf:MODEL, whose options
-            paceline
-            train hf:MODEL --help lists.
+            paceline train hf:MODEL --help lists.
         run_dir: The run's directory. Default: runs/TASK-TIME.
         config: A TOML file with these options, such as a run.toml; the command line takes precedence.
         dry_run: Print what would start; start nothing.

@@ -9,8 +9,8 @@ import secrets
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,20 @@ _log = logging.getLogger(__name__)
 # --- The path of a run: find or create it, set up, train in groups ---
 
 
+@contextmanager
+def _exit_is_an_error() -> Iterator[None]:
+    try:
+        yield
+    except SystemExit as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise TaskError(
+            f"the task's own code ended this process before the run's end, by sys.exit({error.code!r})"
+            f" in {last.filename}, line {last.lineno}. "
+            "Raise an exception to fail, or set --max-steps or --epochs to train for less."
+        ) from error
+
+
+@_exit_is_an_error()
 def train(request: RunRequest, groups: Groups, directory: RunDirectory, signals: StopSignals) -> dict[str, Any]:
     """Create or continue the run in ``directory``, and train it to its end.
 
@@ -73,21 +87,6 @@ def train(request: RunRequest, groups: Groups, directory: RunDirectory, signals:
         StopRequested: a signal asked for a stop; the state is saved.
         PacelineError: the training failed; the last checkpoint is good.
     """
-    try:
-        return _train(request, groups, directory, signals)
-    except SystemExit as error:
-        raise TaskError(
-            f"the task's own code ended this process before the run's end, by sys.exit({error.code!r})"
-            f"{_last_call(error)}. Raise an exception to fail, or set --max-steps or --epochs to train for less."
-        ) from error
-
-
-def _last_call(error: SystemExit) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f" in {frame.filename}, line {frame.lineno}"
-
-
-def _train(request: RunRequest, groups: Groups, directory: RunDirectory, signals: StopSignals) -> dict[str, Any]:
     started = time.perf_counter()
     found = groups.load_manifest(directory)
     if found["result"] is not None:
