@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import queue
 import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -32,15 +32,7 @@ from paceline.launch.node import node_command
 from paceline.launch.submit import ForegroundLauncher
 from paceline.launch.supervisor import RankStarter, SupervisedJob
 from paceline_frameworks.monarch_hosts import MonarchHost, read_hosts
-from paceline_ray.actor_nodes import (
-    PATIENCE_S,
-    READ_S,
-    TURN_S,
-    ActorJob,
-    ActorJobController,
-    ActorNode,
-    reason_of,
-)
+from paceline_ray.actor_nodes import PATIENCE_S, START_S, ActorJob, ActorJobController, ActorNode
 
 # --- The library, imported on use ---
 
@@ -54,7 +46,6 @@ _SETTINGS = {
     "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "60s",
 }
 _GREETING = b"Monarch internal logs are being written to"
-_START_S = 60.0
 _GREET_S = 5.0
 _POLL_S = 1.0
 
@@ -122,8 +113,6 @@ class MonarchJobController(ActorJobController):
         self._idle = hosts[job.machines :]
         self._lock = threading.Lock()
         self._meshes: dict[ActorNode, Any] = {}
-        self._generations = dict.fromkeys(self._nodes, 0)
-        self._answers: queue.Queue[tuple[ActorNode, int, Any]] = queue.Queue(2 * job.machines)
         self._over = threading.Event()
 
     # Begin
@@ -138,12 +127,12 @@ class MonarchJobController(ActorJobController):
         for node in self._nodes:
             self._make_actor(node)
         for node in self._nodes:
-            node.host = node.actor.name.call_one().get(timeout=_START_S)
+            node.host = node.actor.name.call_one().get(timeout=START_S)
         threading.Thread(target=self._greet, daemon=True).start()
 
     def _connect(self) -> None:
         """Choose the address at which the hosts reach this process."""
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + START_S
         while silent := {host: why for host in self._hosts.values() if (why := host.answers())}:
             is_starting = all(host.of_job for host in silent)
             if is_starting and time.monotonic() < deadline:
@@ -178,19 +167,9 @@ class MonarchJobController(ActorJobController):
         if self._hosts:  # a mesh of one host, not a single one
             node.actor = node.actor.slice(hosts=0)
 
-    def _can_listen(self, node: ActorNode, port: int) -> bool:
-        free: bool = node.actor.can_listen.call_one(node.address, port).get(timeout=_START_S)
-        return free
-
-    def _start_all(self) -> None:
-        answers = [self._start(node) for node in self._nodes]
-        for node, answer in zip(self._nodes, answers, strict=True):
-            answer.get(timeout=_START_S)
-            node.started = True
-            self._follow(node)
-
-    def _start(self, node: ActorNode) -> Any:
-        return node.actor.start.call_one(self._job.command, self._variables_of(node), self._job.workdir)
+    def _call(self, node: ActorNode, method: str, *arguments: Any) -> Future[Any]:
+        endpoint = getattr(node.actor, method)
+        return _in_thread(lambda: endpoint.call_one(*arguments).get())
 
     def _greet(self) -> None:
         """Keep the actors from ending themselves, also while nothing reads this process's output."""
@@ -201,24 +180,14 @@ class MonarchJobController(ActorJobController):
 
     # Follow
 
-    def _follow(self, node: ActorNode, *, new: bool = False) -> None:
-        threading.Thread(target=self._carry, args=(node, self._generations[node], new), daemon=True).start()
+    def _restart(self, node: ActorNode) -> Future[Any]:
+        def restart() -> None:
+            self._find_host(node)
+            self._make_actor(node)
+            node.host = node.actor.name.call_one().get(timeout=START_S)
+            self._start(node).result(START_S)
 
-    def _carry(self, node: ActorNode, generation: int, new: bool) -> None:
-        """Read what a node prints until it ends or is lost; a new one is started first."""
-        try:
-            if new:
-                self._find_host(node)
-                self._make_actor(node)
-                node.host = node.actor.name.call_one().get(timeout=_START_S)
-                self._start(node).get(timeout=_START_S)
-                self._answers.put((node, generation, ([], None)))
-            code = None
-            while code is None and not self._over.is_set():
-                lines, code = node.actor.read.call_one(READ_S).get()
-                self._answers.put((node, generation, (lines, code)))
-        except Exception as error:  # whatever it is, the job must not wait for this node
-            self._answers.put((node, generation, error))
+        return _in_thread(restart)
 
     def _find_host(self, node: ActorNode) -> None:
         """Wait for a host that answers: one that was not used yet, else the lost one, whose loop may run again."""
@@ -237,43 +206,30 @@ class MonarchJobController(ActorJobController):
                         return
             self._over.wait(_POLL_S)
 
-    def _poll(self) -> None:
-        with suppress(queue.Empty):
-            node, generation, said = self._answers.get(timeout=TURN_S)
-            while True:
-                if generation == self._generations[node]:
-                    self._hear(node, said)
-                node, generation, said = self._answers.get_nowait()
-
-    def _hear(self, node: ActorNode, said: Any) -> None:
-        if isinstance(said, BaseException):
-            self._lose(node, reason_of(said))
-            return
-        node.started = True
-        self._take(node, *said)
-
-    def _send_signal(self, node: ActorNode, number: int) -> None:
-        node.actor.send_signal.broadcast(number)
-
-    def _replace(self, node: ActorNode) -> None:
-        self._generations[node] += 1
-        self._follow(node, new=True)
-
-    def _forget(self, node: ActorNode) -> None:
-        self._generations[node] += 1
-
     def _end_all(self) -> None:
-        """Kill what runs, and give the hosts back; their worker loops take the next job."""
         self._over.set()
-        deadline = time.monotonic() + PATIENCE_S
-        self._await([node.actor.end.call_one() for node in self._nodes if node.running], deadline)
-        if self._hosts:
-            self._await([mesh.stop() for mesh in self._meshes.values()], deadline)
+        super()._end_all()
 
-    def _await(self, answers: Sequence[Any], deadline: float) -> None:
-        for answer in answers:
+    def _release(self) -> None:
+        """Give the hosts back; their worker loops take the next job."""
+        deadline = time.monotonic() + PATIENCE_S
+        for answer in [mesh.stop() for mesh in self._meshes.values()] if self._hosts else ():
             with suppress(Exception):  # of a node that is lost
                 answer.get(timeout=max(0.1, deadline - time.monotonic()))
+
+
+def _in_thread(work: Callable[[], Any]) -> Future[Any]:
+    """Do it in a thread for which the end of this process does not wait."""
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer
 
 
 # --- The launcher ---

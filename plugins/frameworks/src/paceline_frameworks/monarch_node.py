@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from monarch.actor import Actor, concurrent_endpoint
 
 from paceline.core.environment import variables_of_another_job
-from paceline_ray.actor_nodes import ActorCommand, can_listen
+from paceline_ray.actor_nodes import ActorCommand
 
 SILENCE_S = 60.0
 """An actor that its controller has not greeted for so long ends itself, and its command with it."""
@@ -42,7 +42,7 @@ class MonarchNode(Actor):  # type: ignore[misc] # the library is not typed
 
     @concurrent_endpoint
     async def can_listen(self, address: str, port: int) -> bool:
-        return can_listen(address, port)
+        return self._command.can_listen(address, port)
 
     @concurrent_endpoint
     async def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:

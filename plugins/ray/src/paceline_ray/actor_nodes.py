@@ -13,7 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,15 +71,6 @@ _LINES_KEPT = 10_000
 _LINES_AT_ONCE = 1_000
 
 
-def can_listen(address: str, port: int) -> bool:
-    """Return whether no process listens at this port."""
-    try:
-        bound_socket(address, port).close()
-    except OSError:
-        return False
-    return True
-
-
 class ActorCommand:
     """Runs a command, and keeps what it prints until that is fetched; its methods run in any thread."""
 
@@ -88,6 +79,14 @@ class ActorCommand:
         self._lines: queue.Queue[tuple[int, bytes] | None] = queue.Queue(_LINES_KEPT)
         self._popen: subprocess.Popen[bytes] | None = None
         self._code: int | None = None
+
+    def can_listen(self, address: str, port: int) -> bool:
+        """Return whether no process of this node listens at this port."""
+        try:
+            bound_socket(address, port).close()
+        except OSError:
+            return False
+        return True
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
         """Start the command; ``env`` has all its variables."""
@@ -179,12 +178,9 @@ class ActorCommand:
 PATIENCE_S = 10.0
 """How long to wait for what an engine does at once if all is well."""
 
-READ_S = 10.0
-"""How long a call of :meth:`ActorCommand.read` waits for a line."""
-
-TURN_S = 0.5
-"""How long a wait for the nodes may keep a signal waiting."""
-
+START_S = 60.0
+_READ_S = 10.0  # how long a call waits for a line
+_TURN_S = 0.5  # how long a wait for the nodes may keep a signal waiting
 _GRACE_S = 10.0
 
 
@@ -216,12 +212,16 @@ class ActorJobController(ABC):
     errors: tuple[type[BaseException], ...] = (OSError,)
     """The exceptions of a call of an actor whose node is lost, or whose method fails."""
 
+    hiccups: tuple[type[BaseException], ...] = ()
+    """The exceptions of a link that broke, whose node may be back."""
+
     def __init__(self, engine: str, job: ActorJob, machines: int) -> None:
         self._engine = engine
         self._job = job
         self._nodes = [ActorNode(rank) for rank in range(machines)]
+        self._pending: dict[ActorNode, Future[Any]] = {}  # what was asked of each actor last: to start, then to read
         self._ended: list[ActorNode] = []
-        self._variables: Mapping[str, str] = {}
+        self._variables: dict[str, str] = {}  # of each command
         self._lost = 0
         self._requests = StopRequests()
         self._asked: int | None = None
@@ -258,32 +258,16 @@ class ActorJobController(ABC):
         """Make each node's actor, and fill in its host and address."""
 
     @abstractmethod
-    def _can_listen(self, node: ActorNode, port: int) -> bool:
-        """Return whether no process of a node listens at a port."""
+    def _call(self, node: ActorNode, method: str, *arguments: Any) -> Future[Any]:
+        """Call a method of a node's actor, without waiting for it."""
 
     @abstractmethod
-    def _start_all(self) -> None:
-        """Start the command on each node."""
+    def _restart(self, node: ActorNode) -> Future[Any]:
+        """Start the command in a new actor, as soon as there is room for one, without waiting for it."""
 
     @abstractmethod
-    def _poll(self) -> None:
-        """Wait for the nodes for :data:`TURN_S`; pass what they say to :meth:`_take`, and losses to :meth:`_lose`."""
-
-    @abstractmethod
-    def _send_signal(self, node: ActorNode, number: int) -> None:
-        """Signal a node's command, without waiting for it."""
-
-    @abstractmethod
-    def _replace(self, node: ActorNode) -> None:
-        """Start the command in a new actor, as soon as there is room for one; do not wait for it."""
-
-    @abstractmethod
-    def _forget(self, node: ActorNode) -> None:
-        """Ask nothing more of a node, which has ended."""
-
-    @abstractmethod
-    def _end_all(self) -> None:
-        """Kill what runs, and give the nodes back."""
+    def _release(self) -> None:
+        """Give the nodes back."""
 
     # Begin
 
@@ -293,8 +277,12 @@ class ActorJobController(ABC):
             job_id = self._job_id()
             self._begun = True
             hosts = ",".join(node.address for node in self._nodes)
-            self._variables = {NODES: str(len(self._nodes)), HOSTS: hosts, JOB_ID: job_id}
-            self._start_all()
+            self._variables |= {NODES: str(len(self._nodes)), HOSTS: hosts, JOB_ID: job_id}
+            for node in self._nodes:
+                self._pending[node] = self._start(node)
+            for node in self._nodes:
+                self._pending[node].result(START_S)
+                node.started = True
         except self.errors as error:
             raise LaunchError(
                 f"a machine of {self._engine} could not start its part: {reason_of(error)}. Paceline must "
@@ -305,12 +293,14 @@ class ActorJobController(ABC):
         """Return a name from which all nodes derive the same port, which is free on the first one."""
         while True:
             job_id = f"job-{secrets.token_hex(4)}"
-            if self._can_listen(self._nodes[0], job_port(job_id)):
+            first = self._nodes[0]
+            if self._call(first, "can_listen", first.address, job_port(job_id)).result(START_S):
                 return job_id
 
-    def _variables_of(self, node: ActorNode) -> dict[str, str]:
-        """Return the variables of a node's command; the agent of a replacement finds the active ones."""
-        return {**self._job.env, NODE_RANK: str(node.rank), **self._variables}
+    def _start(self, node: ActorNode) -> Future[Any]:
+        """Start a node's command; the agent of a replacement finds the active ones."""
+        variables = {**self._job.env, NODE_RANK: str(node.rank), **self._variables}
+        return self._call(node, "start", self._job.command, variables, self._job.workdir)
 
     # Follow
 
@@ -324,6 +314,26 @@ class ActorJobController(ABC):
     def _overdue(self) -> bool:
         """Return whether the processes that must end after a failure are over their time limit."""
         return self._deadline is not None and time.monotonic() > self._deadline
+
+    def _poll(self) -> None:
+        """Wait for the nodes for a while, and handle what they answer."""
+        wait(self._pending.values(), _TURN_S, FIRST_COMPLETED)
+        for node, answer in tuple(self._pending.items()):
+            if answer.done():
+                self._hear(node, answer)
+
+    def _hear(self, node: ActorNode, answer: Future[Any]) -> None:
+        try:
+            lines, code = answer.result() or ([], None)  # a command that was started has no answer
+        except self.hiccups:
+            lines, code = [], None
+        except Exception as error:  # whatever it is, the job must not wait for this node
+            self._lose(node, reason_of(error))
+            return
+        node.started = True
+        if code is None:
+            self._pending[node] = self._call(node, "read", _READ_S)
+        self._take(node, lines, code)
 
     def _take(self, node: ActorNode, lines: Sequence[tuple[int, bytes]], code: int | None) -> None:
         """Show what a node has printed; its command has ended if there is an exit code."""
@@ -365,7 +375,7 @@ class ActorJobController(ABC):
     def _has_ended(self, node: ActorNode, code: int) -> None:
         node.code = code
         self._ended.append(node)
-        self._forget(node)
+        self._pending.pop(node, None)
 
     def _lose(self, node: ActorNode, why: str) -> None:
         """Replace a lost node, if the job can accept another one."""
@@ -374,7 +384,7 @@ class ActorJobController(ABC):
             # the run had ended before
             node.replaced = True
             node.code = 0
-            self._forget(node)
+            self._pending.pop(node, None)
             return
         why_not = self._why_not_replaced(node)
         if self._stopping or why_not:
@@ -388,7 +398,7 @@ class ActorJobController(ABC):
         self._say(f"{where} As soon as {self._engine} has room, {then}.")
         node.started = alone
         node.replaced = True
-        self._replace(node)
+        self._pending[node] = self._restart(node)
 
     def _why_not_replaced(self, node: ActorNode) -> str:
         if not self._job.recovers:
@@ -404,9 +414,14 @@ class ActorJobController(ABC):
     def _send(self, number: int) -> None:
         for node in self._nodes:
             if node.running:
-                self._send_signal(node, int(number))
+                self._call(node, "send_signal", int(number))
 
     # End
+
+    def _end_all(self) -> None:
+        """Kill what runs, and give the nodes back."""
+        wait([self._call(node, "end") for node in self._nodes if node.running], PATIENCE_S)
+        self._release()
 
     def _conclude(self) -> int:
         """Return the first failure's exit code; for a job that outlives nodes, that of the last one to end."""

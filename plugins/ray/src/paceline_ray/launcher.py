@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +26,7 @@ from paceline.launch.node import node_command
 from paceline.launch.rank_variables import interface_variables
 from paceline.launch.submit import ForegroundLauncher
 from paceline.launch.supervisor import RankStarter, SupervisedJob
-from paceline_ray.actor_nodes import (
-    PATIENCE_S,
-    READ_S,
-    TURN_S,
-    ActorCommand,
-    ActorJob,
-    ActorJobController,
-    ActorNode,
-    can_listen,
-    reason_of,
-)
+from paceline_ray.actor_nodes import PATIENCE_S, ActorCommand, ActorJob, ActorJobController, ActorNode
 from paceline_ray.node import cluster_command, ray_node_command
 
 # --- A job for the machines of a Ray cluster, as a file ---
@@ -77,11 +68,6 @@ class NodeActor(ActorCommand):
 
         return os.uname().nodename, ray.util.get_node_ip_address()
 
-    def can_listen(self, port: int) -> bool:
-        import ray
-
-        return can_listen(ray.util.get_node_ip_address(), port)
-
     def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
         """Start the command; ``env`` is added to this machine's variables."""
         super().start(argv, {**variables_of_another_job(own_variables()), **env}, cwd)
@@ -108,9 +94,10 @@ class RayJobController(ActorJobController):
     def __init__(self, ray: ModuleType, job: RayJob) -> None:
         super().__init__("the Ray cluster", job, job.machines)
         self.errors = (ray.exceptions.RayError, OSError)
+        self.hiccups = (ray.exceptions.ActorUnavailableError,)
         self._ray = ray
+        self._variables["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         self._ray_job = job
-        self._pending: dict[ActorNode, Any] = {}  # what was asked of each actor last: to start, then to read
         self._group: Any = None
         self._bundles: list[dict[str, int]] = []
 
@@ -155,64 +142,21 @@ class RayJobController(ActorJobController):
         )
         return actor.remote()
 
-    def _can_listen(self, node: ActorNode, port: int) -> bool:
-        free: bool = self._ray.get(node.actor.can_listen.remote(port))
-        return free
+    def _call(self, node: ActorNode, method: str, *arguments: Any) -> Future[Any]:
+        answer: Future[Any] = getattr(node.actor, method).remote(*arguments).future()
+        return answer
 
-    def _start_all(self) -> None:
-        for node in self._nodes:
-            self._ray.get(self._start(node))
-            node.started = True
-
-    def _start(self, node: ActorNode) -> Any:
-        env = {**self._variables_of(node), "RAY_ADDRESS": self._ray.get_runtime_context().gcs_address}
-        self._pending[node] = node.actor.start.remote(self._job.command, env, self._job.workdir)
-        return self._pending[node]
-
-    def _poll(self) -> None:
-        waiting = {answer: node for node, answer in self._pending.items()}
-        if not self._ray.wait(list(waiting), timeout=TURN_S)[0]:
-            return
-        ready, _ = self._ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
-        for answer in ready:
-            self._hear(waiting[answer])
-
-    def _hear(self, node: ActorNode) -> None:
-        try:
-            said = self._ray.get(self._pending[node])
-        except self._ray.exceptions.ActorUnavailableError:
-            said = [], None  # a link that broke; the machine may be back
-        except self.errors as error:
-            self._lose(node, reason_of(error))
-            return
-        if said is None:
-            node.started = True
-            said = [], None
-        lines, code = said
-        if code is None:
-            self._pending[node] = node.actor.read.remote(READ_S)
-        self._take(node, lines, code)
-
-    def _send_signal(self, node: ActorNode, number: int) -> None:
-        node.actor.send_signal.remote(number)
-
-    def _replace(self, node: ActorNode) -> None:
+    def _restart(self, node: ActorNode) -> Future[Any]:
         self._ray.kill(node.actor)
         node.actor = self._actor(node.rank)
-        self._start(node)
+        return self._start(node)
 
-    def _forget(self, node: ActorNode) -> None:
-        self._pending.pop(node, None)
-
-    def _end_all(self) -> None:
+    def _release(self) -> None:
         ray = self._ray
         with suppress(ray.exceptions.RayError):
-            actors = [node.actor for node in self._nodes if node.actor is not None]
-            running = [p.actor.end.remote() for p in self._nodes if p.running]
-            if running:
-                ray.wait(running, num_returns=len(running), timeout=PATIENCE_S)
-            for actor in actors:
-                ray.kill(actor)
+            for node in self._nodes:
+                if node.actor is not None:
+                    ray.kill(node.actor)
             if self._group is not None:
                 ray.util.remove_placement_group(self._group)
 
