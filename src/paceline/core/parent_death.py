@@ -37,9 +37,9 @@ def set_child_subreaper(adopt: bool = True) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
-def kill_with_parent_command(command: Sequence[str]) -> tuple[str, ...]:
-    """Wrap ``command`` so that it is killed when the thread that starts it ends."""
-    return (sys.executable, __file__, str(int(signal.SIGKILL)), str(os.getpid()), *command)
+def kill_with_parent_command(command: Sequence[str], number: int = signal.SIGKILL) -> tuple[str, ...]:
+    """Wrap ``command`` so that it gets signal ``number`` when the thread that starts it ends."""
+    return (sys.executable, "-I", "-S", __file__, str(int(number)), str(os.getpid()), *command)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from types import FrameType, MappingProxyType
 from typing import IO
 
-from paceline.core import parent_death
 from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.options import at_least, require_form
+from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.signals import (
     STOP_SIGNALS,
     StopRequests,
@@ -71,10 +71,9 @@ class SshMachine:
         self._unsent = command.stdin.encode()
         self._partial: dict[int, bytes] = {}
         # In a session of its own: Ctrl-C in a terminal reaches only the launcher, which passes it on.
-        mine = [sys.executable, "-I", "-S", parent_death.__file__, str(int(signal.SIGKILL)), str(os.getpid())]
         try:
             self._popen = subprocess.Popen(
-                [*mine, *command.argv],
+                kill_with_parent_command(command.argv),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

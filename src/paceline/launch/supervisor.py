@@ -10,26 +10,31 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 import psutil
 
-from paceline.core import parent_death
 from paceline.core.errors import LaunchError
 from paceline.core.job import Command
 from paceline.core.ownership import remove_leftovers
-from paceline.core.parent_death import set_child_subreaper
+from paceline.core.parent_death import kill_with_parent_command, set_child_subreaper
 from paceline.core.signals import STOP_SIGNALS, StopRequests, forwarded_signal, handle_signals
 from paceline.launch.rank_output import RankOutputs, shared_outputs
 from paceline.launch.torchrun_agent import RANK_OUTPUTS
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED, ProcessExit, expand, report_job_failure
+
+
+def end_processes(processes: Iterable[psutil.Process]) -> None:
+    """Kill processes by their ids, as far as they are still there."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
 
 # --- Orphans of a killed mpirun: its ranks, in process groups of their own, that no other process would end ---
 
@@ -51,9 +56,8 @@ class OrphanReaper:
     def close(self) -> None:
         """Kill the orphans that bear the mark, and all below them."""
         while orphans := [child for child in psutil.Process().children() if self._is_marked(child)]:
+            end_processes(orphans)
             for orphan in orphans:
-                with suppress(psutil.NoSuchProcess):
-                    orphan.kill()
                 with suppress(ChildProcessError):
                     os.waitpid(orphan.pid, 0)
         set_child_subreaper(False)
@@ -68,7 +72,6 @@ class OrphanReaper:
 
 
 _TURN_S = 5.0  # a signal that comes just before a wait is heard only after it
-_TETHER = str(Path(parent_death.__file__).resolve())
 
 
 @dataclass
@@ -91,6 +94,7 @@ class RankStarter:
         signal_ranks: signals the ranks of a stop request, of which the program must not hear.
         verdict: returns an addition to the message about a failure.
         piped_ranks: ranks to which it gives the pipes that its variable ``PACELINE_RANK_OUTPUTS`` names.
+        relays_output: this process passes its output on: a write must not fail there because the reader is gone.
     """
 
     name: str
@@ -100,6 +104,7 @@ class RankStarter:
     signal_ranks: Callable[[int], None] | None = None
     verdict: Callable[[], str] | None = None
     piped_ranks: int = 0
+    relays_output: bool = False
 
 
 def check_program(program: str) -> None:
@@ -161,7 +166,8 @@ class SupervisedJob:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._piped_ranks = 0 if starter is None else starter.piped_ranks
         several_print_here = max(self._piped_ranks, sum(command.log is None for command in commands)) > 1
-        self._outputs = RankOutputs(shared_outputs() if several_print_here else ())
+        relays = several_print_here or (starter is not None and starter.relays_output)
+        self._outputs = RankOutputs(shared_outputs() if relays else ())
         try:
             for command in commands:
                 self._start(command, rank_0_fds if command.rank == 0 else ())
@@ -173,7 +179,6 @@ class SupervisedJob:
 
     def _start(self, command: Command, fds: tuple[int, ...]) -> None:
         death_signal = signal.SIGKILL if self._starter is None else self._starter.death_signal
-        tethered = [sys.executable, "-I", "-S", _TETHER, str(int(death_signal)), str(os.getpid())]
         variables = {} if self._orphanage is None else self._orphanage.mark
         with ExitStack() as stack:
             if command.log is not None:
@@ -187,7 +192,7 @@ class SupervisedJob:
             # A line that is in a rank's buffer is not seen while it runs, and lost if it is killed.
             unbuffered = {"PYTHONUNBUFFERED": "1"} if outputs else {}
             popen = subprocess.Popen(
-                [*tethered, *command.argv],
+                kill_with_parent_command(command.argv, death_signal),
                 env={**unbuffered, **os.environ, **command.env, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=outputs.get(1),
@@ -229,6 +234,17 @@ class SupervisedJob:
             return
         self._signal = self._signal or signal.SIGTERM
         self._stop_within_grace()
+        os.eventfd_write(self._wake, 1)
+
+    def forward(self, number: int) -> None:
+        """Send a signal that asks to stop; may be called from any thread."""
+        self._signal = self._signal or number
+        self._send(forwarded_signal(number))
+
+    def kill(self) -> None:
+        """Kill what still runs; may be called from any thread."""
+        self._signal = self._signal or signal.SIGTERM
+        self._deadline = 0.0
         os.eventfd_write(self._wake, 1)
 
     def stop_servers(self) -> None:
@@ -290,9 +306,7 @@ class SupervisedJob:
                 below = psutil.Process(running.popen.pid).children(recursive=True)
             with suppress(ProcessLookupError):
                 os.killpg(running.popen.pid, signal.SIGKILL)
-            for process in below:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+            end_processes(below)
 
     def _reap_all(self) -> None:
         for running in list(self._running):

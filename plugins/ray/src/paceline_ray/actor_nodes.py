@@ -27,6 +27,7 @@ from paceline.core.errors import LaunchError
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.signals import STOP_SIGNALS, StopRequests, forwarded_signal, handle_signals
 from paceline.core.sockets import bound_socket, job_port
+from paceline.launch.supervisor import end_processes
 from paceline.runs.failures import STOPPED
 
 # --- The job, as a file ---
@@ -127,9 +128,7 @@ class ActorCommand:
         with suppress(psutil.NoSuchProcess):
             tree = psutil.Process(self._popen.pid).children(recursive=True)
             self._popen.kill()
-            for process in tree:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+            end_processes(tree)
 
     def _run(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, started: Future[None]) -> None:
         # This thread lives as long as the command: when the thread that started it ends, the kernel ends the

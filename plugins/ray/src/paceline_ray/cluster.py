@@ -6,7 +6,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +16,7 @@ from paceline.core.access import create_token
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import LaunchError
 from paceline.core.plugins import import_library
+from paceline.launch.supervisor import end_processes
 
 _NICENESS = "RAY_worker_niceness"
 # Ray's way to have its servers listen on loopback alone, named after where that is the default.
@@ -146,9 +147,7 @@ def shut_down(ray: ModuleType) -> None:
 
 def kill(processes: Sequence[psutil.Process]) -> None:
     """End processes by their ids; ``ray stop`` would end other jobs' clusters too."""
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
+    end_processes(processes)
     psutil.wait_procs(processes, timeout=10)
 
 
