@@ -112,7 +112,7 @@ class World:
         agents = {
             name: Leadership(
                 name,
-                ties,
+                ties=ties,
                 role="leading" if name == nodes[0] else "following",
                 promised=term,
                 committed=roster,
@@ -141,10 +141,10 @@ class World:
     def founded(cls, names: str, *, ties: bool, **faults: int) -> World:
         """The first agent leads itself; the others are linked, and ask to join."""
         nodes = tuple(names)
-        first = Leadership(nodes[0], ties)
+        first = Leadership(nodes[0], ties=ties)
         actions = first.begin()
         world = cls(
-            {nodes[0]: first, **{name: Leadership(name, ties) for name in nodes[1:]}},
+            {nodes[0]: first, **{name: Leadership(name, ties=ties) for name in nodes[1:]}},
             {name: Driver() for name in nodes},
             frozenset(),
             history={0: nodes[:1]},

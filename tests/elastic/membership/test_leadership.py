@@ -44,7 +44,7 @@ def follower(node: str, roster: NodeSet = ABC, ties: bool = False) -> Leadership
     """A node that follows a, linked with all others."""
     return Leadership(
         node,
-        ties,
+        ties=ties,
         role="following",
         promised=OLD,
         committed=roster,

@@ -39,17 +39,18 @@ import msgspec
 from paceline.core.environment import EtcdEndpoints
 from paceline.core.errors import ConfigError
 from paceline.elastic.consensus.membership import (
+    NOBODY,
     Action,
     CannotReform,
     Committed,
     Fence,
     Follow,
     Lead,
+    MembershipState,
+    Nodes,
     Out,
     OwnAction,
     Pause,
-    Role,
-    Send,
     StopLeading,
 )
 from paceline.elastic.consensus.messages import (
@@ -76,8 +77,6 @@ from paceline_etcd.client import (
     Write,
 )
 
-Nodes = frozenset[str]
-_NOBODY: Nodes = frozenset()
 _TICKS_LOSING = 2  # timeouts after the loss of a silent node in which others may be lost for the same reason
 _TICKS_UNSEEN = 3  # timeouts after which a node that waits for a leader says so
 
@@ -93,38 +92,24 @@ class Ask(OwnAction):
 
 
 @dataclass
-class EtcdLeadership:
+class EtcdLeadership(MembershipState):
     """One agent's part.
 
     Attributes:
         patience: timeouts for which a leader that reaches the smaller part of the nodes waits before it resigns.
-        promised: the highest term that it has promised to follow.
-        committed: the last node set that it knows.
-        leader: the node that it follows; itself if it leads.
     """
 
-    node: str
     patience: int = 5
-    role: Role = "outside"
-    promised: Term = NO_TERM
-    committed: NodeSet | None = None
-    leader: str | None = None
-    reachable: Nodes = _NOBODY
     _seen: EtcdSnapshot = field(default_factory=EtcdSnapshot)
     _asks: bool = False  # an operation has no reply yet
     _trouble: str = ""  # why etcd does not answer
-    _gone: Nodes = _NOBODY  # peers that have closed their connection themselves
+    _gone: Nodes = NOBODY  # peers that have closed their connection themselves
     _ticks: int = 0  # timeouts without another event
-    _reason: str = ""
-    # Leading: nodes to admit and dismiss, nodes that act in no group, and those of the next group.
-    _admitted: tuple[str, ...] = ()
-    _dismissed: Nodes = _NOBODY
-    _clear: Nodes = _NOBODY
-    _next_group: Nodes = _NOBODY
+    # Leading: the nodes of the next group.
+    _next_group: Nodes = NOBODY
     _unsure: frozenset[Nodes] = frozenset()  # groups that it has tried to write, and that may be written yet
     _is_short: bool = False  # it reaches the smaller part of the nodes
     _may_lose_more: bool = False  # a silent node was just lost
-    _actions: tuple[Action, ...] = ()
 
     # Events of the driver.
 
@@ -248,9 +233,9 @@ class EtcdLeadership:
             self.role = "leading"
             self.leader = self.node
             self._admitted = ()
-            self._dismissed = _NOBODY
-            self._clear = _NOBODY
-            self._next_group = _NOBODY
+            self._dismissed = NOBODY
+            self._clear = NOBODY
+            self._next_group = NOBODY
             self._ticks = 0
             self._is_short = False
             self._may_lose_more = False
@@ -367,20 +352,6 @@ class EtcdLeadership:
 
     # Leading.
 
-    def admit(self, node: str) -> list[Action]:
-        """Add this node to the node set, last in the list."""
-        if node not in self._admitted and node not in self._node_set.nodes and node in self.reachable:
-            self._admitted += (node,)
-            self._review()
-        return self._take_actions()
-
-    def dismiss(self, node: str) -> list[Action]:
-        """Remove this node, which may be the leader unless it is the last."""
-        self._admitted = tuple(n for n in self._admitted if n != node)
-        self._dismissed |= {node}
-        self._review()
-        return self._take_actions()
-
     def clear(self, node: str) -> list[Action]:
         """Record that no worker of this node acts, or will act, in any earlier group."""
         if node not in self._clear:
@@ -461,32 +432,10 @@ class EtcdLeadership:
 
     # Actions.
 
-    @property
-    def _node_set(self) -> NodeSet:
-        assert self.committed is not None
-        return self.committed
-
-    @property
-    def _reachable_nodes(self) -> Nodes:
-        """The reachable nodes of the node set, including this one."""
-        return frozenset(self._node_set.nodes) & (self.reachable | {self.node})
-
     def _ask(self, operation: Operation) -> None:
         if not self._asks:
             self._asks = True
             self._do(Ask(operation))
-
-    def _send(self, nodes: Iterable[str], message: ElectionMessage) -> None:
-        for node in nodes:
-            if node in self.reachable:
-                self._do(Send(node, message))
-
-    def _do(self, action: Action) -> None:
-        self._actions += (action,)
-
-    def _take_actions(self) -> list[Action]:
-        actions, self._actions = self._actions, ()
-        return list(actions)
 
 
 # --- The state machine with its session ---

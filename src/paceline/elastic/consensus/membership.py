@@ -11,11 +11,12 @@ reports what happens, and executes the actions that each event returns, in order
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from paceline.elastic.consensus.messages import ElectionMessage, NodeSet, Term
+from paceline.elastic.consensus.messages import NO_TERM, ElectionMessage, NodeSet, Term
 
 Role = Literal["outside", "waiting", "following", "claiming", "leading", "paused", "out"]
 
@@ -110,6 +111,80 @@ class OwnAction:
 
 
 Action = Send | Lead | Committed | StopLeading | Fence | Follow | Pause | Out | CannotReform | OwnAction
+
+
+# --- What every membership knows and does ---
+
+
+Nodes = frozenset[str]
+NOBODY: Nodes = frozenset()
+
+
+@dataclass
+class MembershipState(ABC):
+    """One agent's state. All values are replaced, never changed in place.
+
+    Attributes:
+        node: this agent's name.
+        role: ``outside`` until first admitted; ``waiting`` without a leader; ``out`` for ever, once removed.
+        promised: the highest term that it has promised to follow.
+        committed: the last node set that it knows to be committed.
+        leader: the node that it follows; itself if it leads.
+        reachable: the connected peers.
+    """
+
+    node: str
+    role: Role = "outside"
+    promised: Term = NO_TERM
+    committed: NodeSet | None = None
+    leader: str | None = None
+    reachable: Nodes = NOBODY
+    # Leading: nodes to admit and dismiss, and nodes that act in no group.
+    _admitted: tuple[str, ...] = ()
+    _dismissed: Nodes = NOBODY
+    _clear: Nodes = NOBODY
+    _reason: str = ""  # why it has paused
+    _actions: tuple[Action, ...] = ()
+
+    def admit(self, node: str) -> list[Action]:
+        """Add this node to the node set, last in the list; for the leader."""
+        if node not in self._admitted and node not in self._node_set.nodes and node in self.reachable:
+            self._admitted += (node,)
+            self._review()
+        return self._take_actions()
+
+    def dismiss(self, node: str) -> list[Action]:
+        """Remove this node, which may be the leader unless it is the last; for the leader."""
+        self._admitted = tuple(n for n in self._admitted if n != node)
+        self._dismissed |= {node}
+        self._review()
+        return self._take_actions()
+
+    @abstractmethod
+    def _review(self) -> None:
+        """Change the node set, if that is due and allowed."""
+
+    @property
+    def _node_set(self) -> NodeSet:
+        assert self.committed is not None
+        return self.committed
+
+    @property
+    def _reachable_nodes(self) -> Nodes:
+        """The reachable nodes of the node set, including this one."""
+        return frozenset(self._node_set.nodes) & (self.reachable | {self.node})
+
+    def _send(self, nodes: Iterable[str], message: ElectionMessage) -> None:
+        for node in nodes:
+            if node in self.reachable:
+                self._do(Send(node, message))
+
+    def _do(self, action: Action) -> None:
+        self._actions += (action,)
+
+    def _take_actions(self) -> list[Action]:
+        actions, self._actions = self._actions, ()
+        return list(actions)
 
 
 # --- The interface ---

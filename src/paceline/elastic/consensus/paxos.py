@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline.elastic.consensus.membership import (
+    NOBODY,
     Action,
     Committed,
     Fence,
     Follow,
     Lead,
+    MembershipState,
+    Nodes,
     Out,
     OwnAction,
     Pause,
-    Role,
-    Send,
     StopLeading,
 )
 from paceline.elastic.consensus.messages import (
-    NO_TERM,
     Accept,
     Accepted,
     ElectionMessage,
@@ -48,51 +48,22 @@ class AcquireWitness(OwnAction):
 # --- The acceptor: a node's knowledge and promises, and the counting of votes. No torch ---
 
 
-Nodes = frozenset[str]
-
-
 @dataclass
-class Acceptor:
+class Acceptor(MembershipState):
     """The part of a :class:`Leadership` that every node has.
 
-    All values are replaced, never changed in place.
-
     Attributes:
-        node: this agent's name.
         ties: whether there is a witness directory that all nodes share; without one, a tie pauses.
-        role: ``outside`` until first admitted; ``waiting`` without a leader, for an earlier node's claim; ``out`` for
-            ever, once removed.
-        promised: the highest term that it has promised to follow.
-        committed: the last node set that it knows to be committed.
-        accepted: its accepted successor of that one.
-        leader: the node that it follows; itself if it leads.
-        reachable: the connected peers.
+        accepted: its accepted successor of the committed node set.
     """
 
-    node: str
-    ties: bool
-    role: Role = "outside"
-    promised: Term = NO_TERM
-    committed: NodeSet | None = None
+    ties: bool = field(kw_only=True)
     accepted: Vote | None = None
-    leader: str | None = None
-    reachable: Nodes = frozenset()
     _refused: Nodes = frozenset()  # nodes that refused this node's claim
     _highest: int = 0  # highest known term number
     # The witness of `committed`.
     _holders: Nodes | None = None
     _witness_asked: bool = False
-    _actions: tuple[Action, ...] = ()
-
-    @property
-    def _node_set(self) -> NodeSet:
-        assert self.committed is not None
-        return self.committed
-
-    @property
-    def _reachable_nodes(self) -> Nodes:
-        """The reachable nodes of the node set, including this one."""
-        return frozenset(self._node_set.nodes) & (self.reachable | {self.node})
 
     def _silent(self, answered: Nodes) -> Nodes:
         return self._reachable_nodes - answered - self._refused
@@ -118,23 +89,8 @@ class Acceptor:
             return "wait"
         return "hopeless"
 
-    def _send(self, nodes: Iterable[str], message: ElectionMessage) -> None:
-        for node in nodes:
-            if node in self.reachable:
-                self._do(Send(node, message))
-
-    def _do(self, action: Action) -> None:
-        self._actions += (action,)
-
-    def _take_actions(self) -> list[Action]:
-        actions, self._actions = self._actions, ()
-        return list(actions)
-
 
 # --- The proposer: how a node becomes the leader, and changes the node set. No torch ---
-
-
-_NOBODY: Nodes = frozenset()
 
 
 @dataclass
@@ -145,13 +101,8 @@ class Proposer(Acceptor):
     _promises: Mapping[str, Vote | None] = field(default_factory=dict)
     # A proposal in flight, and the nodes that have accepted it.
     _proposal: NodeSet | None = None
-    _accepts: Nodes = _NOBODY
-    # Leading: nodes to admit and dismiss, nodes that act in no group, and the nodes of the last group.
-    _admitted: tuple[str, ...] = ()
-    _dismissed: Nodes = _NOBODY
-    _clear: Nodes = _NOBODY
-    _view: Nodes = _NOBODY
-    _reason: str = ""
+    _accepts: Nodes = NOBODY
+    _view: Nodes = NOBODY  # leading: the nodes of the last group
 
     # Without a leader.
 
@@ -169,9 +120,9 @@ class Proposer(Acceptor):
         self._promise(Term(max(self._highest, self.promised.number) + 1, self.node))
         self.role = "claiming"
         self.leader = None
-        self._clear, self._view = _NOBODY, _NOBODY
+        self._clear, self._view = NOBODY, NOBODY
         self._promises = {self.node: self.accepted}
-        self._refused = _NOBODY
+        self._refused = NOBODY
         self._drop_proposal()
         self._send(self._node_set.nodes, Prepare(self.promised, self._node_set))
         self._count()
@@ -226,7 +177,7 @@ class Proposer(Acceptor):
     def _lead(self) -> None:
         self.role = "leading"
         self.leader = self.node
-        self._admitted, self._dismissed = (), _NOBODY
+        self._admitted, self._dismissed = (), NOBODY
         self._do(Lead(self.promised, self._node_set))
         self._send(self.reachable, LeaderHeartbeat(self.promised, self._node_set))
         self._review()
@@ -304,7 +255,7 @@ class Proposer(Acceptor):
         self._do(Fence(term))
 
     def _drop_proposal(self) -> None:
-        self._proposal, self._accepts = None, _NOBODY
+        self._proposal, self._accepts = None, NOBODY
 
     def _settle(self, node_set: NodeSet) -> None:
         self.committed = node_set
@@ -446,22 +397,6 @@ class Leadership(Proposer):
             self._review(lease=winners is not None)
         elif self.role == "claiming":
             self._count(lease=winners is not None)
-        return self._take_actions()
-
-    def admit(self, node: str) -> list[Action]:
-        """Add this node to the node set, last in the list; for the leader."""
-        assert self.role == "leading"
-        if node not in self._admitted and node not in self._node_set.nodes and node in self.reachable:
-            self._admitted += (node,)
-            self._review()
-        return self._take_actions()
-
-    def dismiss(self, node: str) -> list[Action]:
-        """Remove this node, which may be the leader unless it is the last; for the leader."""
-        assert self.role == "leading"
-        self._admitted = tuple(n for n in self._admitted if n != node)
-        self._dismissed |= {node}
-        self._review()
         return self._take_actions()
 
     def clear(self, node: str) -> list[Action]:
