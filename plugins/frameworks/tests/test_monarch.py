@@ -121,7 +121,7 @@ def test_a_job_is_rendered_as_a_file_and_a_command(tmp_path: Path) -> None:
 }
 
 # the job, on 2 of Monarch's hosts
-python -P -m paceline_frameworks.monarch_job /jobs/train/monarch-job.json
+python -P -m paceline_ray.job paceline_frameworks.monarch /jobs/train/monarch-job.json
 """
     )
     file = tmp_path / "monarch-job.json"
@@ -147,7 +147,7 @@ def test_all_hosts_are_nodes_unless_a_number_is_given(tmp_path: Path) -> None:
         ({"gpus_per_node": 1}, {}, r"--gpus-per-node asks a cluster"),
         ({"walltime_s": 60.0}, {}, r"--walltime does not work with --on monarch"),
         ({"rank_launcher": "spawn", "recovery": RecoveryPolicy(max_restarts=1)}, {}, r"--max-restarts does not work"),
-        ({}, {"machine_restarts": -1}, r"--machine-restarts must be 0 or more, but is -1"),
+        ({}, {"machine_restarts": -1}, r"--machine-restarts must be at least 0, but is -1"),
         ({}, {"hosts": "node0:26600"}, r"--hosts must be addresses such as tcp://node0:26600, .* 'node0:26600'"),
         ({}, {"hosts": "tcp://node0:0"}, r"--hosts must be addresses"),
         ({}, {"hosts": ","}, r"--hosts ',' names no host"),
@@ -165,7 +165,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 
 
 def test_a_missing_library_names_its_extra(run_processes: Any) -> None:
-    program = "import sys; sys.modules['monarch'] = None; from paceline_frameworks.monarch_job import main; "
+    program = "import sys; sys.modules['monarch'] = None; from paceline_ray.job import main; "
     job = spec(workdir=Path("/"))
     Path(run_processes._directory, "job.json").write_text(get_launcher("monarch").render(job).files["monarch-job.json"])
     done = run_processes.run([sys.executable, "-c", program + "sys.exit(main(['job.json']))"])

@@ -228,7 +228,7 @@ def test_machines_are_rendered_as_a_file_and_a_command() -> None:
 
 # the job, in the Ray cluster at head:6379
 RAY_ADDRESS=head:6379 \\
-  python -P -m paceline_ray.job /jobs/train/ray-job.json
+  python -P -m paceline_ray.job paceline_ray.launcher /jobs/train/ray-job.json
 """
     )
     own = get_launcher("ray").render(spec(nproc=(2,)))
@@ -244,7 +244,7 @@ RAY_ADDRESS=head:6379 \\
             "2",
             "--",
         ),
-        *("python", "-P", "-m", "paceline_ray.job", "/jobs/train/ray-job.json"),
+        *("python", "-P", "-m", "paceline_ray.job", "paceline_ray.launcher", "/jobs/train/ray-job.json"),
     )
 
 
@@ -279,7 +279,7 @@ def test_what_cannot_be_is_refused_before_anything_starts() -> None:
         ray.render(spec(nodes=(1, 2)))
     with pytest.raises(ConfigError, match=r"--placement must be one of spread, pack"):
         ray.render(spec(), RayOptions(placement="near"))
-    with pytest.raises(ConfigError, match=r"--machine-restarts must be 0 or more, but is -1"):
+    with pytest.raises(ConfigError, match=r"--machine-restarts must be at least 0, but is -1"):
         ray.render(spec(), RayOptions(machine_restarts=-1))
     with pytest.raises(ConfigError, match=r"--address must be HOST:PORT"):
         ray.render(spec(), RayOptions(address="head"))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from paceline.core.config import RunConfig, select, to_flags
 from paceline.core.errors import ConfigError, LaunchError
@@ -49,8 +49,9 @@ from paceline.launch.launcher import (
     get_launcher,
     make_options,
 )
-from paceline.launch.local import OUTPUT, BackgroundJob
+from paceline.launch.local import OUTPUT, BackgroundJob, ForegroundJob
 from paceline.launch.local_run import check_task
+from paceline.launch.supervisor import RankStarter, SupervisedJob
 
 # --- The launchers of clusters ---
 
@@ -84,9 +85,17 @@ class ClusterLauncher(Launcher):
 
 
 class ForegroundLauncher(ClusterLauncher):
-    """Starts its job here, under this process's supervision."""
+    """Starts its job here, under this process's supervision.
+
+    Attributes:
+        starter: what its commands are.
+    """
 
     attached = True
+    starter: ClassVar[RankStarter]
+
+    def submit(self, rendered: RenderedJob) -> JobHandle:
+        return ForegroundJob(SupervisedJob(rendered.commands, starter=self.starter), rendered.spec.directory)
 
     def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
         return BackgroundJob(reference)

@@ -12,25 +12,25 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from paceline.core.environment import is_loopback
 from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.options import at_least
 from paceline.core.plugins import install_command
 from paceline.core.sockets import address_towards
 from paceline.launch.launcher import (
     Command,
-    JobHandle,
     LaunchSpec,
     RenderedJob,
     option,
     refuse_unsupported,
 )
-from paceline.launch.local import ForegroundJob
 from paceline.launch.local_run import processes_here
 from paceline.launch.node import node_command
 from paceline.launch.submit import ForegroundLauncher
-from paceline.launch.supervisor import RankStarter, SupervisedJob
+from paceline.launch.supervisor import RankStarter
 from paceline_frameworks.monarch_hosts import MonarchHost, read_hosts
 from paceline_ray.actor_nodes import PATIENCE_S, START_S, ActorJob, ActorJobController, ActorNode
 
@@ -232,6 +232,11 @@ def _in_thread(work: Callable[[], Any]) -> Future[Any]:
     return answer
 
 
+def run_job(file: Path) -> int:
+    """Run the job of a file, and return its exit code."""
+    return MonarchJobController(import_monarch(), MonarchJob.read(file)).run()
+
+
 # --- The launcher ---
 
 
@@ -257,6 +262,7 @@ class Monarch(ForegroundLauncher):
     rank_launchers = ("torchrun", "spawn", "agent")
     preallocated = True
     extra = "monarch"
+    starter = RankStarter(name="Monarch's controller", says_why=True)
 
     def resolve_sizes(
         self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: MonarchOptions | None
@@ -273,8 +279,7 @@ class Monarch(ForegroundLauncher):
         """Render one command, and the file that it reads."""
         options = options or MonarchOptions()
         refuse_unsupported(spec, self.name, resources=True, walltime=True)
-        if options.machine_restarts < 0:
-            raise ConfigError(f"--machine-restarts must be 0 or more, but is {options.machine_restarts}.")
+        at_least("machine_restarts", options.machine_restarts, 0)
         least, most = spec.nodes
         if least != most:
             raise ConfigError(
@@ -298,10 +303,6 @@ class Monarch(ForegroundLauncher):
         )
         command = Command(
             title=f"the job, on {least} of Monarch's hosts" if hosts else "the job, in a process of Monarch's here",
-            argv=(spec.python, "-P", "-m", "paceline_frameworks.monarch_job", str(spec.directory / JOB_FILE)),
+            argv=(spec.python, "-P", "-m", "paceline_ray.job", __name__, str(spec.directory / JOB_FILE)),
         )
         return RenderedJob(spec=spec, options=options, files={JOB_FILE: job.text}, commands=(command,))
-
-    def submit(self, rendered: RenderedJob) -> JobHandle:
-        starter = RankStarter(name="Monarch's controller", says_why=True)
-        return ForegroundJob(SupervisedJob(rendered.commands, starter=starter), rendered.spec.directory)

@@ -13,20 +13,20 @@ from typing import Any
 
 from paceline.core.environment import parse_endpoint, variables_of_another_job
 from paceline.core.errors import ConfigError
+from paceline.core.options import at_least
 from paceline.launch.launcher import (
     Command,
-    JobHandle,
     LaunchSpec,
     RenderedJob,
     option,
     refuse_unsupported,
 )
-from paceline.launch.local import ForegroundJob
 from paceline.launch.node import node_command
 from paceline.launch.rank_variables import interface_variables
 from paceline.launch.submit import ForegroundLauncher
-from paceline.launch.supervisor import RankStarter, SupervisedJob
+from paceline.launch.supervisor import RankStarter
 from paceline_ray.actor_nodes import PATIENCE_S, ActorCommand, ActorJob, ActorJobController, ActorNode
+from paceline_ray.cluster import connect, import_ray
 from paceline_ray.node import cluster_command, ray_node_command
 
 # --- A job for the machines of a Ray cluster, as a file ---
@@ -161,6 +161,19 @@ class RayJobController(ActorJobController):
                 ray.util.remove_placement_group(self._group)
 
 
+def run_job(file: Path) -> int:
+    """Run the job of a file in the cluster of RAY_ADDRESS, and return its exit code; Ray ends its actors with it."""
+    job = RayJob.read(file)
+    # It tells why each attempt to connect has failed, and would try twenty times.
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")
+    ray = import_ray()
+    connect(ray, os.environ["RAY_ADDRESS"])
+    try:
+        return RayJobController(ray, job).run()
+    finally:
+        ray.shutdown()
+
+
 # --- ``--on ray``: a job in an existing Ray cluster, or in one of its own on this machine ---
 
 
@@ -186,6 +199,7 @@ class Ray(ForegroundLauncher):
     rank_launchers = ("ray", "torchrun", "spawn", "agent")
     env_styles = ("none", "torch", "tensorflow")
     extra = "ray"
+    starter = RankStarter(name="Ray's driver", says_why=True)
 
     def render(self, spec: LaunchSpec, options: RayOptions | None = None) -> RenderedJob:
         """Render one command; it starts a cluster first where none is named."""
@@ -196,15 +210,10 @@ class Ray(ForegroundLauncher):
             parse_endpoint(address.removeprefix("ray://"), "--address")
         if options.placement not in PLACEMENTS:
             raise ConfigError(f"--placement must be one of {', '.join(PLACEMENTS)}, but is {options.placement!r}.")
-        if options.machine_restarts < 0:
-            raise ConfigError(f"--machine-restarts must be 0 or more, but is {options.machine_restarts}.")
+        at_least("machine_restarts", options.machine_restarts, 0)
         if spec.rank_launcher == "ray":
             return self._program(spec, options, address)
         return self._machines(spec, options, address)
-
-    def submit(self, rendered: RenderedJob) -> JobHandle:
-        starter = RankStarter(name="Ray's driver", says_why=True)
-        return ForegroundJob(SupervisedJob(rendered.commands, starter=starter), rendered.spec.directory)
 
     def _program(self, spec: LaunchSpec, options: RayOptions, address: str | None) -> RenderedJob:
         """Render a program that starts once, here, and gives the cluster its work by itself."""
@@ -251,7 +260,7 @@ class Ray(ForegroundLauncher):
             own_cluster=address is None,
         )
         argv: tuple[str, ...]
-        argv = (spec.python, "-P", "-m", "paceline_ray.job", str(spec.directory / JOB_FILE))
+        argv = (spec.python, "-P", "-m", "paceline_ray.job", __name__, str(spec.directory / JOB_FILE))
         if address is None:
             gpus = None if spec.gpus_per_node is None else least * spec.gpus_per_node
             argv = cluster_command(spec, argv, cpus=sum(cpus), gpus=gpus)
