@@ -11,7 +11,7 @@ import selectors
 import stat
 import threading
 import tty
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from paceline.core.standard_streams import discard
@@ -20,7 +20,7 @@ _BLOCK_BYTES = 64 * 1024
 _LONGEST_LINE = 2**20  # bytes; a longer one is written in pieces
 
 
-class _Lines:
+class LinesOfRank:
     """One rank's stream: passes whole lines on to a descriptor, and keeps the unfinished one.
 
     Progress bars end their lines with a carriage return.
@@ -36,14 +36,14 @@ class _Lines:
         if len(content) - end > _LONGEST_LINE:
             end = len(content)
         self._unfinished = content[end:]
-        self._write(content[:end])
+        self.write(content[:end])
 
     def finish(self) -> None:
         """Write an unfinished last line, with the end that keeps another rank's apart."""
         rest, self._unfinished = self._unfinished, b""
-        self._write(rest + b"\n" if rest else b"")
+        self.write(rest + b"\n" if rest else b"")
 
-    def _write(self, content: bytes) -> None:
+    def write(self, content: bytes) -> None:
         try:
             while content:
                 content = content[os.write(self._output, content) :]
@@ -51,7 +51,7 @@ class _Lines:
             discard(self._output)  # its reader or its terminal is gone; the ranks continue
 
 
-def _relay(lines: dict[int, _Lines], stop: int | None = None) -> None:
+def _relay(lines: dict[int, LinesOfRank], stop: int | None = None) -> None:
     """Pass on the lines from these pipes until all of them, or only ``stop``, have closed; close them."""
     with selectors.DefaultSelector() as selector:
         for pipe in lines:
@@ -86,11 +86,16 @@ def shared_outputs() -> tuple[int, ...]:
 
 
 class RankOutputs:
-    """Pipes for the output of the ranks that this process starts, and the thread that passes their lines on."""
+    """Pipes for the output of the ranks that this process starts, and the thread that passes their lines on.
 
-    def __init__(self, outputs: Iterable[int]) -> None:
+    Args:
+        lines: makes what passes on the lines of a rank that are meant for a descriptor.
+    """
+
+    def __init__(self, outputs: Iterable[int], lines: Callable[[int], LinesOfRank] = LinesOfRank) -> None:
+        self._lines_of = lines
         self._outputs = tuple(outputs)
-        self._lines: dict[int, _Lines] = {}
+        self._lines: dict[int, LinesOfRank] = {}
         self._stop, self._stopping = os.pipe2(os.O_CLOEXEC)
         self._thread: threading.Thread | None = None
 
@@ -99,7 +104,7 @@ class RankOutputs:
         ends = {}
         for output in self._outputs:
             read, ends[output] = os.pipe2(os.O_CLOEXEC)
-            self._lines[read] = _Lines(output)
+            self._lines[read] = self._lines_of(output)
         return ends
 
     def start(self) -> None:
@@ -140,7 +145,7 @@ def pass_own_lines_on() -> None:
             for _, write in pipes.values():
                 os.close(write)
             with suppress(OSError):
-                _relay({read: _Lines(output) for output, (read, _) in pipes.items()})
+                _relay({read: LinesOfRank(output) for output, (read, _) in pipes.items()})
         os._exit(0)
     os.waitpid(child, 0)
     for output, (read, write) in pipes.items():

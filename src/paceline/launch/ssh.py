@@ -11,11 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType, MappingProxyType
-from typing import IO
 
 from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES
 from paceline.core.errors import ConfigError, LaunchError
@@ -39,6 +39,7 @@ from paceline.launch.launcher import (
 )
 from paceline.launch.local import ForegroundJob
 from paceline.launch.node import node_command
+from paceline.launch.rank_output import LinesOfRank, RankOutputs
 from paceline.launch.ssh_remote import READY
 from paceline.launch.submit import MachinesLauncher
 from paceline.runs.failures import STOPPED
@@ -53,6 +54,9 @@ LOST = 255
 class SshMachine:
     """An ssh client. The kernel kills it if this process dies; then the remote command ends too.
 
+    Args:
+        on_ready: called, in another thread, once :mod:`paceline.launch.ssh_remote` waits there for the start.
+
     Attributes:
         pidfd: readable once the client has ended.
         said: the output before it was ready.
@@ -61,46 +65,42 @@ class SshMachine:
         LaunchError: the client could not be started.
     """
 
-    def __init__(self, name: str, command: Command, prefix: str) -> None:
+    def __init__(self, name: str, command: Command, prefix: str, on_ready: Callable[[], None]) -> None:
         self.name = name
         self.ready = False
         self.started = False
         self.code: int | None = None
         self.said: list[str] = []
         self._prefix = prefix.encode()
+        self._on_ready = on_ready
         self._unsent = command.stdin.encode()
-        self._partial: dict[int, bytes] = {}
+        self._outputs = RankOutputs((1, 2), partial(_LinesOfMachine, self))
+        ends = self._outputs.open()
         # In a session of its own: Ctrl-C in a terminal reaches only the launcher, which passes it on.
         try:
             self._popen = subprocess.Popen(
                 kill_with_parent_command(command.argv),
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdout=ends[1],
+                stderr=ends[2],
                 start_new_session=True,
             )
         except OSError as error:
+            self._outputs.close()
             raise LaunchError(f"ssh could not be started for {name}: {error}.") from error
+        finally:
+            for end in ends.values():
+                os.close(end)
+        self._outputs.start()
         self.pidfd = os.pidfd_open(self._popen.pid)
-        stdin, stdout, stderr = self._popen.stdin, self._popen.stdout, self._popen.stderr
-        assert stdin is not None
-        assert stdout is not None
-        assert stderr is not None
-        self._stdin = stdin
-        self._stderr = stderr
-        self._outputs: list[IO[bytes]] = [stdout, stderr]
-        for pipe in (stdin, stdout, stderr):
-            os.set_blocking(pipe.fileno(), False)
+        assert self._popen.stdin is not None
+        self._stdin = self._popen.stdin
+        os.set_blocking(self._stdin.fileno(), False)
 
     @property
     def pid(self) -> int:
         """The client's process number."""
         return self._popen.pid
-
-    @property
-    def readable(self) -> tuple[int, ...]:
-        """The descriptors on which something may come."""
-        return tuple(pipe.fileno() for pipe in self._outputs)
 
     @property
     def writable(self) -> tuple[int, ...]:
@@ -127,26 +127,6 @@ class SshMachine:
         except OSError:
             self._unsent = b""  # the client has ended, and says so
 
-    def read(self, fd: int) -> bool:
-        """Take what is there; False where there is nothing, or never will be again."""
-        try:
-            data = os.read(fd, 65536)
-        except BlockingIOError:
-            return False
-        errors = fd == (None if self._stderr.closed else self._stderr.fileno())
-        *lines, rest = (self._partial.pop(fd, b"") + data).split(b"\n")
-        if data:
-            self._partial[fd] = rest
-        elif rest:
-            lines.append(rest)
-        for line in lines:
-            self._take(line, errors=errors)
-        if not data:
-            [ended] = [pipe for pipe in self._outputs if pipe.fileno() == fd]
-            self._outputs.remove(ended)
-            ended.close()
-        return bool(data)
-
     def detach(self) -> None:
         """End its input, and with it what runs there."""
         with suppress(OSError):
@@ -160,31 +140,31 @@ class SshMachine:
         code = self._popen.wait()
         self.code = LOST if code < 0 else code
         os.close(self.pidfd)
-        for fd in self.readable:
-            # A master connection that the user has set up may hold the other end open for ever.
-            while self.read(fd):
-                pass
-            if rest := self._partial.pop(fd, b""):
-                self._take(rest, errors=not self._stderr.closed and fd == self._stderr.fileno())
+        self._outputs.close()
         self.detach()
-        for pipe in self._outputs:
-            pipe.close()
-        self._outputs = []
         return self.code
 
-    def _take(self, line: bytes, *, errors: bool) -> None:
-        if not self.ready:
-            # Start-up files of a shell may print as well, and ssh itself does.
-            text = line.decode(errors="replace").rstrip()
-            self.ready = text == READY
-            if not self.ready:
-                self.said.append(text)
-            return
-        stream = sys.stderr if errors else sys.stdout
-        with suppress(BrokenPipeError, ValueError):
-            stream.flush()
-            stream.buffer.write(self._prefix + line + b"\n")
-            stream.buffer.flush()
+    def take(self, line: bytes) -> bytes:
+        """Return what to show of a line of its output."""
+        if self.ready:
+            return self._prefix + line
+        # Start-up files of a shell may print as well, and ssh itself does.
+        text = line.decode(errors="replace").rstrip()
+        if text == READY:
+            self.ready = True
+            self._on_ready()
+        else:
+            self.said.append(text)
+        return b""
+
+
+class _LinesOfMachine(LinesOfRank):
+    def __init__(self, machine: SshMachine, output: int) -> None:
+        super().__init__(output)
+        self._machine = machine
+
+    def write(self, content: bytes) -> None:
+        super().write(b"".join(map(self._machine.take, content.splitlines(keepends=True))))
 
 
 # --- One ssh for each machine: reached first, then started together, watched, and ended together ---
@@ -275,14 +255,14 @@ class SshJob:
     def cancel(self) -> None:
         """Ask the job to stop, and kill what remains; may be called from another thread than :meth:`wait`."""
         self._cancelled = True
-        os.eventfd_write(self._wake, 1)
+        self._awake()
 
     @property
     def _running(self) -> list[SshMachine]:
         return [machine for machine in self._machines if machine.code is None]
 
     def _connect(self, name: str, command: Command) -> SshMachine:
-        return SshMachine(name, command, f"{name:{self._width}} | " if self._width else "")
+        return SshMachine(name, command, f"{name:{self._width}} | " if self._width else "", self._awake)
 
     def _start_ready(self) -> list[SshMachine]:
         """Start the command on machines that have become ready since; return them."""
@@ -332,13 +312,12 @@ class SshJob:
         )
 
     def _poll(self, until: float | None) -> None:
-        """Take and send what there is, waiting for it until ``until`` or the next heartbeat."""
+        """Send what there is, and handle ends, waiting for it until ``until`` or the next heartbeat."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         running = self._running
         for machine in running:
-            for fd in (machine.pidfd, *machine.readable):
-                poll.register(fd, select.POLLIN)
+            poll.register(machine.pidfd, select.POLLIN)
             for fd in machine.writable:
                 poll.register(fd, select.POLLOUT)
         next_beat = self._beat_at + self._heartbeat_s
@@ -347,9 +326,6 @@ class SshJob:
         if self._wake in ready:
             os.eventfd_read(self._wake)
         for machine in running:
-            for fd in machine.readable:
-                if fd in ready:
-                    machine.read(fd)
             machine.write()
             if machine.pidfd in ready:
                 self._ended(machine)
@@ -398,6 +374,9 @@ class SshJob:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._heard.append(number)
+        self._awake()
+
+    def _awake(self) -> None:
         if self._wake >= 0:
             os.eventfd_write(self._wake, 1)
 
