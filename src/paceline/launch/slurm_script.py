@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.built_in import SLURM_BODIES
 from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES
 from paceline.core.errors import ConfigError
-from paceline.core.options import parse_duration_s
+from paceline.core.options import flag, parse_duration_s
 from paceline.core.plugins import import_object
 from paceline.launch.launcher import LaunchSpec, RankLauncher
 from paceline.launch.local import EXIT_CODE
@@ -379,7 +380,8 @@ def batch_script(spec: LaunchSpec, options: SlurmOptions) -> str:
 
 def allocation_script(spec: LaunchSpec, options: SlurmOptions) -> str:
     """Return the script of the job's steps for an existing allocation."""
-    queue_options = [f"--{name.replace('_', '-')}" for name in _QUEUE_OPTIONS if getattr(options, name)]
+    given = [field.name for field in fields(options) if getattr(options, field.name)]
+    queue_options = [flag(name) for name in given if name not in _OPTIONS_OF_STEPS]
     if queue_options:
         raise ConfigError(
             f"{', '.join(queue_options)}: only for submission, but this shell is in a Slurm allocation (SLURM_JOB_ID "
@@ -407,21 +409,7 @@ def _shebang(options: SlurmOptions) -> str:
     return "#!/bin/bash -l" if needs_login_shell(options) else "#!/bin/bash"
 
 
-_QUEUE_OPTIONS = (
-    *(
-        "partition",
-        "account",
-        "qos",
-        "constraint",
-        "exclude",
-        "exclusive",
-        "mem",
-        "comment",
-        "output",
-        "error",
-    ),
-    *("signal_before", "requeue", "no_requeue", "array", "slurm"),
-)
+_OPTIONS_OF_STEPS = ("module", "conda", "venv", "container", "container_mount", "setup")
 
 
 def _shell(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> Iterator[str]:

@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -125,12 +125,7 @@ class KubernetesCluster:
 
     def pods(self, selector: str) -> list[Manifest]:
         """Return the pods with these labels, ordered by index."""
-        pod_list = self._answer(
-            "list pods",
-            lambda: self._core.list_namespaced_pod(
-                self.namespace, label_selector=selector, _preload_content=False, _request_timeout=_TIMEOUT_S
-            ),
-        )
+        pod_list = self._answer("list pods", self._core.list_namespaced_pod, label_selector=selector)
         return sorted(pod_list["items"], key=pod_index)
 
     def log(self, pod: str, *, follow: bool) -> Iterator[str]:
@@ -138,17 +133,9 @@ class KubernetesCluster:
         from urllib3.exceptions import HTTPError
 
         try:
-            response = self._request(
-                f"read the log of pod {pod}",
-                lambda: self._core.read_namespaced_pod_log(
-                    pod,
-                    self.namespace,
-                    container=CONTAINER,
-                    follow=follow,
-                    _preload_content=False,
-                    _request_timeout=_SILENCE_S if follow else _TIMEOUT_S,
-                ),
-            )
+            what, method = f"read the log of pod {pod}", self._core.read_namespaced_pod_log
+            limit_s = _SILENCE_S if follow else _TIMEOUT_S
+            response = self._request(what, method, limit_s=limit_s, name=pod, container=CONTAINER, follow=follow)
         except KubernetesApiError as error:
             if error.status in (400, 404):  # the container was not created yet, or the pod is gone
                 return
@@ -172,29 +159,32 @@ class KubernetesCluster:
             method = getattr(self._core, f"{'read' if verb == 'get' else verb}_namespaced_service")
         if verb != "create":
             arguments["name"] = name
-        what = f"{verb} {kind} {name} in namespace {self.namespace}"
-        return self._answer(
-            what,
-            lambda: method(namespace=self.namespace, _preload_content=False, _request_timeout=_TIMEOUT_S, **arguments),
-            kind,
-        )
+        return self._answer(f"{verb} {kind} {name} in namespace {self.namespace}", method, kind, **arguments)
 
-    def _answer(self, what: str, call: Any, kind: str = "") -> Manifest:
-        def read() -> Any:
-            response = call()
+    def _answer(self, what: str, method: Callable[..., Any], kind: str = "", **arguments: Any) -> Manifest:
+        def whole(**options: Any) -> Any:
+            response = method(**options)
             response.read(cache_content=True)  # raises if the answer breaks off
             return response
 
-        answer: Manifest = json.loads(self._request(what, read, kind).data)
+        answer: Manifest = json.loads(self._request(what, whole, kind, **arguments).data)
         return answer
 
-    def _request(self, what: str, call: Any, kind: str = "") -> Any:
+    def _request(
+        self,
+        what: str,
+        method: Callable[..., Any],
+        kind: str = "",
+        *,
+        limit_s: tuple[float, float] = _TIMEOUT_S,
+        **arguments: Any,
+    ) -> Any:
         """Return the response to a request; raise the server's message if it is an error."""
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError, MaxRetryError
 
         try:
-            response = call()
+            response = method(namespace=self.namespace, _preload_content=False, _request_timeout=limit_s, **arguments)
         except HTTPError as error:
             reason = getattr(error, "reason", None) or error
             raise KubernetesApiError(
@@ -290,8 +280,7 @@ class KubernetesJob(PolledJob):
                     return JobStatus(state="succeeded", exit_code=0, restarts=failed)
                 detail = ": ".join(condition[key] for key in ("reason", "message") if condition.get(key))
                 return JobStatus(state="failed", detail=detail, exit_code=_exit_code(pods), restarts=max(0, failed - 1))
-        if any(pod["status"].get("phase") == "Running" for pod in pods):
-            running = sum(pod["status"].get("phase") == "Running" for pod in pods)
+        if running := sum(pod["status"].get("phase") == "Running" for pod in pods):
             return JobStatus(state="running", detail=f"{running} pod(s)", restarts=failed)
         return JobStatus(state="pending", detail=_pending_reason(pods), restarts=failed)
 
