@@ -160,11 +160,6 @@ class Agent:
 
         return AgentController(spec, self._directory, self._node, discovery, self._selector)
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The process ids of the active workers."""
-        return self._node.pids
-
     def wait(self) -> int:
         """Watch the job to its end; print one message if it failed; return its exit code.
 

@@ -483,11 +483,6 @@ class NodeWorkers:
         self._forkserver: ForkServer | None = None
         self._running_forkserver()
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The process ids of the active workers."""
-        return tuple(w.pid for w in self._workers.values() if w.pid is not None)
-
     def reports(self) -> Iterator[WorkerMessage | Ended]:
         """Return the workers' messages and ends since the last call; the agent's loop asks after each of its events."""
         while self._reports:

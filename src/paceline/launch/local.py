@@ -207,11 +207,6 @@ class InProcessJob:
         self._command = command
         self._cancelled = False
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """None but this process itself, which is not the job's to end."""
-        return ()
-
     def wait(self) -> int:
         """Run the command to its end; return what it exits with."""
         if self._cancelled:
@@ -388,10 +383,6 @@ _POLL_S = 0.2
 class ProcessGroup(Protocol):
     """The processes of a job that this process has started, and watches."""
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The process ids of the running ones."""
-
     def wait(self) -> int:
         """Return the job's exit code: 0, that of the first failed rank, or 75 or 130 after a requested stop."""
 
@@ -414,10 +405,6 @@ class ForegroundJob(JobHandle):
             for name in (EXIT_CODE, _ASKED):
                 with suppress(OSError):  # of the run's last job, which other nodes would read as this one's
                     (directory / name).unlink(missing_ok=True)
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        return self._processes.pids
 
     @property
     def reference(self) -> dict[str, Any]:

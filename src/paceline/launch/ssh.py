@@ -98,11 +98,6 @@ class SshMachine:
         os.set_blocking(self._stdin.fileno(), False)
 
     @property
-    def pid(self) -> int:
-        """The client's process number."""
-        return self._popen.pid
-
-    @property
     def writable(self) -> tuple[int, ...]:
         """The descriptor with unsent data, if there is any."""
         return (self._stdin.fileno(),) if self._unsent and not self._stdin.closed else ()
@@ -230,10 +225,6 @@ class SshJob:
         except BaseException:
             self._end_all()
             raise
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        return tuple(machine.pid for machine in self._running)
 
     def wait(self) -> int:
         """Watch the job to its end; say what failed; return its exit code."""
