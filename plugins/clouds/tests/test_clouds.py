@@ -129,7 +129,7 @@ def test_a_google_job() -> None:
     [
         ("azureml", {"image": "i"}, {}, "needs --compute"),
         ("azureml", {"compute": "c"}, {}, "needs --image"),
-        ("azureml", AZURE, {"nodes": (1, 2)}, "--nodes MIN:MAX is not supported by --on azureml"),
+        ("azureml", AZURE, {"nodes": (1, 2)}, "--nodes 1:2: --on azureml needs one number"),
         ("azureml", AZURE, task("/data/a"), "Leave out --run-dir"),
         ("azureml", AZURE, {"env": {"API_KEY": "x"}}, "key vault"),
         ("google", {"image": "i"}, {}, "needs --machine-type"),

@@ -173,7 +173,7 @@ def test_each_of_sagemakers_distributions(distribution: str, said: dict[str, str
         ({"tag": ("vision",)}, {}, "--tag must be KEY=VALUE"),
         ({"max_wait": "soon"}, {}, "max"),
         ({}, {"directory": Path("/state/a_b")}, "Give another --name"),
-        ({}, {"nodes": (1, 2)}, "--nodes MIN:MAX"),
+        ({}, {"nodes": (1, 2)}, "--nodes 1:2: --on sagemaker needs one number"),
         ({}, {"gpus_per_node": 4}, "--gpus-per-node is not supported"),
         ({}, {"env": {"AWS_SECRET_ACCESS_KEY": "x"}}, "Secrets Manager"),
         ({}, {"run": Path("/data"), "is_task": True}, "--run-dir /data"),

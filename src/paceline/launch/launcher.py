@@ -312,6 +312,14 @@ def refuse_unsupported(spec: LaunchSpec, name: str, *, resources: bool = False, 
         )
 
 
+def fixed_nodes(spec: LaunchSpec, by: str, advice: str = "Give one.") -> int:
+    """Return the number of nodes of a job; reject a variable one."""
+    least, most = spec.nodes
+    if least != most:
+        raise ConfigError(f"--nodes {least}:{most}: {by} needs one number. {advice}")
+    return least
+
+
 # --- ``--preflight``: a plug-in checks a job's nodes before the job starts ---
 
 

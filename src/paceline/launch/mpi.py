@@ -22,6 +22,7 @@ from paceline.launch.launcher import (
     JobHandle,
     LaunchSpec,
     RenderedJob,
+    fixed_nodes,
     option,
     refuse_unsupported,
 )
@@ -39,11 +40,9 @@ def place_on_hosts(spec: LaunchSpec, hosts: tuple[Host, ...]) -> LaunchSpec:
     if hosts:
         nodes, nproc = nodes_of(hosts, spec.nodes, spec.nproc)
         spec = replace(spec, nodes=nodes, nproc=nproc or spec.nproc)
-    least, most = spec.nodes
-    if least != most:
-        raise ConfigError(f"--nodes {least}:{most}: the number of nodes is fixed here. Give one number.")
-    if least > 1 and not hosts:
-        raise ConfigError(f"--nodes {least} needs --hosts: the nodes, such as node0:2,node1:2, or a file.")
+    count = fixed_nodes(spec, f"--on {spec.rank_launcher}")
+    if count > 1 and not hosts:
+        raise ConfigError(f"--nodes {count} needs --hosts: the nodes, such as node0:2,node1:2, or a file.")
     return spec
 
 

@@ -14,7 +14,7 @@ from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag, parse_duration_s
 from paceline.core.plugins import import_object
-from paceline.launch.launcher import LaunchSpec, RankLauncher
+from paceline.launch.launcher import LaunchSpec, RankLauncher, fixed_nodes
 from paceline.launch.local import EXIT_CODE
 from paceline.launch.mpi import command_of_a_rank, mpirun_in_allocation
 from paceline.launch.node import node_command
@@ -642,13 +642,8 @@ def _mpirun(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]:
 
 def fixed_size(spec: LaunchSpec) -> tuple[int, int]:
     """Return the number of nodes and the processes on each."""
-    least, most = spec.nodes
-    if least != most:
-        raise ConfigError(
-            f"--nodes {least}:{most}: --rank-launcher {spec.rank_launcher} needs one number. Use "
-            "--rank-launcher agent or torchrun."
-        )
-    return least, spec.nproc[0]
+    by = f"--rank-launcher {spec.rank_launcher}"
+    return fixed_nodes(spec, by, "Use --rank-launcher agent or torchrun."), spec.nproc[0]
 
 
 Body = Callable[[LaunchSpec, str, bool], Iterator[str]]

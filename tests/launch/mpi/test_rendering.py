@@ -141,7 +141,7 @@ def test_which_mpirun_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("fields", "options", "message"),
     [
         ({"nodes": (2, 2)}, {}, "--nodes 2 needs --hosts"),
-        ({"nodes": (1, 3)}, {}, "--nodes 1:3: the number of nodes is fixed here"),
+        ({"nodes": (1, 3)}, {}, "--nodes 1:3: --on mpi needs one number"),
         ({"nodes": (3, 3)}, {"hosts": "a:1,b:1"}, "--nodes 3 needs as many hosts, but --hosts names 2"),
         ({"nproc": (3,)}, {"hosts": "a:1,b:2"}, "--nproc 3 contradicts --hosts, which says 1,2"),
         ({"gpus_per_node": 1}, {}, "--gpus-per-node asks a cluster"),

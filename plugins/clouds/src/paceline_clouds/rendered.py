@@ -17,6 +17,7 @@ from paceline.launch.launcher import (
     LaunchSpec,
     RenderedJob,
     RenderedOnlyError,
+    fixed_nodes,
     option,
 )
 from paceline.launch.node import node_command
@@ -36,12 +37,6 @@ RANK_VARIABLES = (
     "TF_CONFIG",
 )
 """Rank variables that a cloud sets for the one process that it starts on each node."""
-
-
-def fixed_nodes(spec: LaunchSpec, where: str) -> None:
-    """Refuse a variable number of nodes."""
-    if spec.nodes[0] != spec.nodes[1]:
-        raise ConfigError(f"--nodes MIN:MAX is not supported by --on {where}: the number of nodes is fixed.")
 
 
 def copied_path(path: str, source: Path, called: str) -> str:
@@ -146,10 +141,9 @@ class AzureML(RenderedOnlyLauncher):
         """Render the job's YAML by Azure's schema of command jobs."""
         options = options or AzureMLOptions()
         refuse_secrets(spec.env, "Let the script read it from the workspace's key vault.")
-        fixed_nodes(spec, self.name)
         if spec.run is not None and spec.run != Path(_RUN):
             raise ConfigError(f"--run-dir {spec.run}: Azure mounts the run's directory itself. Leave out --run-dir.")
-        nodes, _ = spec.nodes
+        nodes = fixed_nodes(spec, "--on azureml")
         job: dict[str, Any] = {
             "$schema": _SCHEMA,
             "type": "command",
@@ -224,7 +218,7 @@ class Google(RenderedOnlyLauncher):
     def render(self, spec: LaunchSpec, options: GoogleOptions | None = None) -> RenderedJob:
         options = options or GoogleOptions()
         refuse_secrets(spec.env, "Let the script read it from Secret Manager.")
-        fixed_nodes(spec, self.name)
+        fixed_nodes(spec, "--on google")
         if bool(options.accelerator) != bool(spec.gpus_per_node):
             raise ConfigError("--accelerator TYPE and --gpus-per-node N need each other: give both, or neither.")
         if spec.run is not None and not spec.run.is_relative_to(_BUCKETS):

@@ -25,13 +25,14 @@ from paceline.launch.launcher import (
     LaunchSpec,
     RenderedJob,
     State,
+    fixed_nodes,
 )
 from paceline.launch.node import node_command
 from paceline.launch.rendering import refuse_secrets
 from paceline.launch.status_poller import PolledJob
 from paceline.launch.submit import ClusterLauncher
 from paceline_clouds.options import DISTRIBUTIONS, SageMakerOptions
-from paceline_clouds.rendered import copied_path, fixed_nodes, without_shared_directory
+from paceline_clouds.rendered import copied_path, without_shared_directory
 
 # --- AWS clients and errors ---
 
@@ -311,7 +312,7 @@ def _check(name: str, spec: LaunchSpec, options: SageMakerOptions) -> None:
             f"the job name {name!r} is not valid in SageMaker: it must consist of letters, digits and dashes, at most "
             "63. Give another --name."
         )
-    fixed_nodes(spec, "sagemaker")
+    fixed_nodes(spec, "--on sagemaker")
     for flag, value in (("--gpus-per-node", spec.gpus_per_node), ("--cpus-per-task", spec.cpus_per_task)):
         if value is not None:
             raise ConfigError(f"{flag} is not supported by --on sagemaker, where --instance-type decides it.")

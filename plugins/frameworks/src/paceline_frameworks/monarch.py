@@ -24,6 +24,7 @@ from paceline.launch.launcher import (
     Command,
     LaunchSpec,
     RenderedJob,
+    fixed_nodes,
     option,
     refuse_unsupported,
 )
@@ -280,16 +281,11 @@ class Monarch(ForegroundLauncher):
         options = options or MonarchOptions()
         refuse_unsupported(spec, self.name, resources=True, walltime=True)
         at_least("machine_restarts", options.machine_restarts, 0)
-        least, most = spec.nodes
-        if least != most:
-            raise ConfigError(
-                f"--nodes {least}:{most}: --on monarch starts a fixed number of nodes. "
-                "paceline join RUN adds others to a run."
-            )
+        nodes = fixed_nodes(spec, "--on monarch", "paceline join RUN adds others to a run.")
         hosts = read_hosts(options.hosts) if options.hosts is not None else ()
-        if least > max(1, len(hosts)):
+        if nodes > max(1, len(hosts)):
             raise ConfigError(
-                f"--nodes {least} needs as many hosts, but --hosts names {len(hosts)}. Give such as "
+                f"--nodes {nodes} needs as many hosts, but --hosts names {len(hosts)}. Give such as "
                 "--hosts tcp://node0:26600,tcp://node1:26600."
             )
         job = MonarchJob(
@@ -299,10 +295,10 @@ class Monarch(ForegroundLauncher):
             recovers=spec.rank_launcher == "agent",
             replacements=options.machine_restarts,
             hosts=tuple(host.text for host in hosts),
-            machines=least,
+            machines=nodes,
         )
         command = Command(
-            title=f"the job, on {least} of Monarch's hosts" if hosts else "the job, in a process of Monarch's here",
+            title=f"the job, on {nodes} of Monarch's hosts" if hosts else "the job, in a process of Monarch's here",
             argv=(spec.python, "-P", "-m", "paceline_ray.job", __name__, str(spec.directory / JOB_FILE)),
         )
         return RenderedJob(spec=spec, options=options, files={JOB_FILE: job.text}, commands=(command,))

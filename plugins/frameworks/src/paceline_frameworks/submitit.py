@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.options import at_least, flag
 from paceline.core.plugins import install_command
 from paceline.launch.job_logs import follow_files
-from paceline.launch.launcher import Command, JobHandle, JobStatus, LaunchSpec, RenderedJob, option
+from paceline.launch.launcher import Command, JobHandle, JobStatus, LaunchSpec, RenderedJob, fixed_nodes, option
 from paceline.launch.local import ended_status, process_reference, process_status, process_to_end
 from paceline.launch.node import node_command
 from paceline.launch.rank import rank_command
@@ -287,10 +287,7 @@ class Submitit(ClusterLauncher):
         options = replace(options or SubmititOptions(), stderr_to_stdout=True)
         if options.array_parallelism is not None:
             raise ConfigError("--array-parallelism is for paceline.submit_array(); a command is one job. Leave it out.")
-        if spec.nodes[0] != spec.nodes[1]:
-            raise ConfigError(
-                f"--on submitit takes a fixed number of machines, but --nodes is {spec.nodes[0]}:{spec.nodes[1]}."
-            )
+        fixed_nodes(spec, "--on submitit")
         if spec.starts_each_rank:
             if len(spec.nproc) > 1:
                 raise ConfigError("--rank-launcher srun starts as many processes on each machine: --nproc is a list.")

@@ -18,6 +18,7 @@ from paceline.launch.launcher import (
     Command,
     LaunchSpec,
     RenderedJob,
+    fixed_nodes,
     option,
     refuse_unsupported,
 )
@@ -240,13 +241,8 @@ class Ray(ForegroundLauncher):
         return RenderedJob(spec=spec, options=options, commands=(command,))
 
     def _machines(self, spec: LaunchSpec, options: RayOptions, address: str | None) -> RenderedJob:
-        least, most = spec.nodes
-        if least != most:
-            raise ConfigError(
-                f"--nodes {least}:{most}: --on ray reserves a fixed number of machines. "
-                "paceline join RUN adds others to a run."
-            )
-        counts = [spec.processes_on(rank) for rank in range(least)]
+        nodes = fixed_nodes(spec, "--on ray", "paceline join RUN adds others to a run.")
+        counts = [spec.processes_on(rank) for rank in range(nodes)]
         cpus = tuple(count * (spec.cpus_per_task or 1) for count in counts)
         job = RayJob(
             command=node_command(spec),
@@ -262,7 +258,7 @@ class Ray(ForegroundLauncher):
         argv: tuple[str, ...]
         argv = (spec.python, "-P", "-m", "paceline_ray.job", __name__, str(spec.directory / JOB_FILE))
         if address is None:
-            gpus = None if spec.gpus_per_node is None else least * spec.gpus_per_node
+            gpus = None if spec.gpus_per_node is None else nodes * spec.gpus_per_node
             argv = cluster_command(spec, argv, cpus=sum(cpus), gpus=gpus)
             command = Command(title="a Ray cluster on this machine, and the job in it", argv=argv)
         else:
