@@ -177,7 +177,7 @@ class ActorCommand:
 PATIENCE_S = 10.0
 """How long to wait for what an engine does at once if all is well."""
 
-START_S = 60.0
+START_S = 60.0  # to start a process there, over a slow file system too
 _READ_S = 10.0  # how long a call waits for a line
 _TURN_S = 0.5  # how long a wait for the nodes may keep a signal waiting
 _GRACE_S = 10.0
@@ -211,7 +211,7 @@ class ActorJobController(ABC):
     errors: tuple[type[BaseException], ...] = (OSError,)
     """The exceptions of a call of an actor whose node is lost, or whose method fails."""
 
-    hiccups: tuple[type[BaseException], ...] = ()
+    transient_errors: tuple[type[BaseException], ...] = ()
     """The exceptions of a link that broke, whose node may be back."""
 
     def __init__(self, engine: str, job: ActorJob, machines: int) -> None:
@@ -324,7 +324,7 @@ class ActorJobController(ABC):
     def _hear(self, node: ActorNode, answer: Future[Any]) -> None:
         try:
             lines, code = answer.result() or ([], None)  # a command that was started has no answer
-        except self.hiccups:
+        except self.transient_errors:
             lines, code = [], None
         except Exception as error:  # whatever it is, the job must not wait for this node
             self._lose(node, reason_of(error))

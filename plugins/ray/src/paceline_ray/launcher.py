@@ -95,7 +95,7 @@ class RayJobController(ActorJobController):
     def __init__(self, ray: ModuleType, job: RayJob) -> None:
         super().__init__("the Ray cluster", job, job.machines)
         self.errors = (ray.exceptions.RayError, OSError)
-        self.hiccups = (ray.exceptions.ActorUnavailableError,)
+        self.transient_errors = (ray.exceptions.ActorUnavailableError,)
         self._ray = ray
         self._variables["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         self._ray_job = job
