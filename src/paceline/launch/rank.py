@@ -64,14 +64,6 @@ def rank_command(spec: LaunchSpec, master_addr: str | None = None) -> tuple[str,
     return (spec.python, "-P", "-m", "paceline.launch.rank", *options, "--", *spec.command)
 
 
-def torchrun_rank_command(python: str, command: Sequence[str]) -> tuple[str, ...]:
-    """Return the command of a rank of torchrun's, in whose arguments the rank and the world size are replaced.
-
-    torchrun itself replaces the local rank alone, and numbers the nodes in an order of its own.
-    """
-    return (python, "-P", "-m", "paceline.launch.rank", "--", *command)
-
-
 def main(argv: Sequence[str]) -> int:
     """Become the command; return an exit code only where that cannot be."""
     parser = argparse.ArgumentParser(prog="python -m paceline.launch.rank", description=__doc__)

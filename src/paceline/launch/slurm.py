@@ -98,18 +98,6 @@ def run_slurm(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.Co
     return done
 
 
-def submit_script(spec: LaunchSpec, options: Any, command: Command) -> str:
-    """Have sbatch take a script; return the job's number.
-
-    Raises:
-        LaunchError: it was refused, with sbatch's words and our options that may be the reason.
-    """
-    done = run_slurm(*command.argv, env=command.env)
-    if done.returncode != 0:
-        raise refusal(done.stderr, spec, options)
-    return done.stdout.strip().partition(";")[0]
-
-
 def refusal(stderr: str, spec: LaunchSpec, options: Any) -> LaunchError:
     """Return sbatch's message, with our options that may be the reason.
 
@@ -117,7 +105,8 @@ def refusal(stderr: str, spec: LaunchSpec, options: Any) -> LaunchError:
         options: the launcher's, with names as ``--on slurm`` has them; some may be missing.
     """
     given = _given(spec, options)
-    causes = [given[name] for name in _causes(stderr) if name in given]
+    suspects = next((names for pattern, names in _CAUSES if re.search(pattern, stderr, re.I)), ())
+    causes = [given[name] for name in suspects if name in given]
     advice = f" Check {', '.join(causes)}." if causes else ""
     return LaunchError(f"sbatch refused the job: {_words(stderr)}{advice}")
 
@@ -127,13 +116,6 @@ def _words(stderr: str) -> str:
     lines = [re.sub(r"^\w+: (error: |fatal: )?", "", line.strip()) for line in stderr.splitlines()]
     text = "; ".join(line.rstrip(".") for line in lines if line and not line.startswith("Try "))
     return f"{text or 'it said nothing'}."
-
-
-def _causes(stderr: str) -> tuple[str, ...]:
-    for pattern, names in _CAUSES:
-        if re.search(pattern, stderr, re.I):
-            return names
-    return ()
 
 
 def _given(spec: LaunchSpec, options: Any) -> dict[str, str]:
@@ -404,10 +386,13 @@ class Slurm(ClusterLauncher):
         )
         for pattern in logs:
             _check_writable(Path(pattern).parent)
-        job = submit_script(spec, options, rendered.commands[0])
+        [command] = rendered.commands
+        done = run_slurm(*command.argv, env=command.env)
+        if done.returncode != 0:
+            raise refusal(done.stderr, spec, options)
         return SlurmJob(
             {
-                "id": job,
+                "id": done.stdout.strip().partition(";")[0],
                 "name": spec.name,
                 "directory": str(spec.directory),
                 "logs": logs,

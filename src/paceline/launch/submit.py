@@ -194,10 +194,10 @@ def start(
     if launcher.attached:
         code = finish(record, handle)
         if json:
-            print(json_module.dumps({**_as_json(record), "exit_code": code}), flush=True)
+            print(json_module.dumps({**dataclasses.asdict(record), "exit_code": code}), flush=True)
         return code
     if json and not options.wait:
-        print(json_module.dumps(_as_json(record)), flush=True)
+        print(json_module.dumps(dataclasses.asdict(record)), flush=True)
         return 0
     print(f"paceline: submitted {record.id}. Follow its output with: paceline logs -f {record.id}", file=sys.stderr)
     if not options.wait:
@@ -210,12 +210,8 @@ def start(
         print(f"paceline: {record.id} keeps running. Cancel it with: paceline cancel {record.id}", file=sys.stderr)
         return 130
     if json:
-        print(json_module.dumps({**_as_json(record), "exit_code": code}), flush=True)
+        print(json_module.dumps({**dataclasses.asdict(record), "exit_code": code}), flush=True)
     return code
-
-
-def _as_json(record: JobRecord) -> Mapping[str, Any]:
-    return dataclasses.asdict(record)
 
 
 def _detach(spec: LaunchSpec) -> None:

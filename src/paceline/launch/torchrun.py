@@ -20,7 +20,6 @@ from paceline.core.sockets import address_beside, interface_of
 from paceline.launch import torchrun_agent
 from paceline.launch.launcher import RenderedJob, RendezvousOptions, TorchrunOptions
 from paceline.launch.local import LocalLauncher, process_command, process_variables
-from paceline.launch.rank import torchrun_rank_command
 from paceline.launch.rank_output import shared_outputs
 from paceline.launch.rank_variables import names_rank
 from paceline.launch.stop_codes import signal_ranks, stop_codes_command
@@ -61,7 +60,9 @@ class Torchrun(LocalLauncher):
     def _commands(self, spec: LaunchSpec, options: RendezvousOptions | None) -> tuple[Command, ...]:
         backend = options.rdzv_backend if isinstance(options, TorchrunOptions) else "c10d"
         if names_rank(spec.command) and not spec.is_task:
-            script_command = torchrun_rank_command(sys.executable, process_command(spec, None))
+            # torchrun itself replaces the local rank alone, and numbers the nodes in an order of its own.
+            command_of_rank = ("-m", "paceline.launch.rank", "--", *process_command(spec, None))
+            script_command = (sys.executable, "-P", *command_of_rank)
         else:
             script_command = process_command(spec, _LOCAL_RANK)
         python, arguments = split_python(script_command)

@@ -240,12 +240,6 @@ def source_of(job: Mapping[str, Any]) -> str:
     return str((job.get("HyperParameters") or {}).get("sagemaker_submit_directory", ""))
 
 
-def split_s3(url: str) -> tuple[str, str]:
-    """Split ``s3://BUCKET/KEY`` into bucket and key."""
-    bucket, _, key = url.removeprefix("s3://").partition("/")
-    return bucket, key
-
-
 def _prefix(options: SageMakerOptions) -> str:
     assert options.s3 is not None
     return options.s3.rstrip("/")
@@ -492,7 +486,7 @@ class SageMaker(ClusterLauncher):
         """Upload the source, then create the job."""
         spec, options = rendered.spec, rendered.options
         name = rendered.request["TrainingJobName"]
-        bucket, prefix = split_s3(f"{options.s3.rstrip('/')}/{name}/source")
+        bucket, _, prefix = f"{_prefix(options)}/{name}/source".removeprefix("s3://").partition("/")
         contents = {SOURCE: pack(spec.workdir / options.source)}
         if START in rendered.files:
             contents[START] = rendered.files[START].encode()

@@ -80,7 +80,12 @@ class HorovodLauncher(MachinesLauncher):
         spec = place_on_hosts(spec, hosts)
         elastic = _elastic(spec, hosts, options)
         if options.controller == "mpi":
-            return _rendered_mpi(spec, options)
+            if options.horovod_args is not None:
+                raise ConfigError(
+                    "--horovod-args are for horovodrun, but --controller mpi starts mpirun. Use --on mpi --mpi-args."
+                )
+            # What horovodrun would run, without its shell, which ignores signals.
+            return MpiLauncher().render(spec, MpiOptions(hosts=options.hosts))
         if options.controller != "gloo":
             raise ConfigError(f"--controller must be gloo or mpi, but is {options.controller!r}.")
         refuse_secrets(spec.env, _IN_SHELL)
@@ -125,15 +130,6 @@ class HorovodJob(ForegroundJob):
             if new and new[-1]["event"] == "stopped":
                 return self.ended_with(130 if code == 130 else 75)
         return code
-
-
-def _rendered_mpi(spec: LaunchSpec, options: HorovodOptions) -> RenderedJob:
-    """Return the mpirun command that horovodrun would run, without its shell, which ignores signals."""
-    if options.horovod_args is not None:
-        raise ConfigError(
-            "--horovod-args are for horovodrun, but --controller mpi starts mpirun. Use --on mpi --mpi-args."
-        )
-    return MpiLauncher().render(spec, MpiOptions(hosts=options.hosts))
 
 
 def _elastic(spec: LaunchSpec, hosts: tuple[Host, ...], options: HorovodOptions) -> list[str]:

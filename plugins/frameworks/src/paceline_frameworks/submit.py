@@ -24,7 +24,6 @@ from paceline.launch.submit import submit as submit_job
 from paceline.runs.directory import RunDirectory
 from paceline_frameworks.submitit import (
     SubmititJob,
-    SubmititOptions,
     executor_arguments,
     executor_parameters,
     require_submitit,
@@ -153,10 +152,21 @@ def _submit_functions(
         if isinstance(error, TypeError):
             raise ConfigError(f"{name} or its arguments cannot be sent to another process: {error}.") from error
         raise submission_error(str(error), spec, options) from error
-    handles = [_handle(job, options, private, nodes * nproc) for job in jobs]
+    handles: list[FunctionJob] = []
+    for job in jobs:
+        plain = SubmititJob.submitted(job.job_id, options.executor, private, tasks=nodes * nproc, is_command=False)
+        handles.append(FunctionJob(plain.reference, job))
     for handle in handles:
+        record = JobRecord(
+            id=record_id("submitit", handle.reference),
+            launcher="submitit",
+            name=name,
+            command=(name,),
+            directory=str(private),
+            reference=handle.reference,
+        )
         try:
-            remember(_record(handle, private, name), handle)
+            remember(record, handle)
         except (ConfigError, LaunchError):
             _end(handles, cancelled=handle)
             raise
@@ -172,22 +182,6 @@ def _end(handles: Sequence[FunctionJob], *, cancelled: FunctionJob) -> None:
     for handle in handles:
         if handle.reference["executor"] == "local":
             handle.wait()
-
-
-def _handle(job: Any, options: SubmititOptions, folder: Path, tasks: int) -> FunctionJob:
-    plain = SubmititJob.submitted(job.job_id, options.executor, folder, tasks=tasks, is_command=False)
-    return FunctionJob(plain.reference, job)
-
-
-def _record(handle: FunctionJob, folder: Path, name: str) -> JobRecord:
-    return JobRecord(
-        id=record_id("submitit", handle.reference),
-        launcher="submitit",
-        name=name,
-        command=(name,),
-        directory=str(folder),
-        reference=handle.reference,
-    )
 
 
 # --- ``paceline.submit`` and ``paceline.submit_array`` ---
