@@ -168,7 +168,8 @@ def test_a_missing_library_names_its_extra(run_processes: Any) -> None:
     program = "import sys; sys.modules['monarch'] = None; from paceline_ray.job import main; "
     job = spec(workdir=Path("/"))
     Path(run_processes._directory, "job.json").write_text(get_launcher("monarch").render(job).files["monarch-job.json"])
-    done = run_processes.run([sys.executable, "-c", program + "sys.exit(main(['job.json']))"])
+    program += "sys.exit(main(['paceline_frameworks.monarch', 'job.json']))"
+    done = run_processes.run([sys.executable, "-c", program])
     assert done.returncode == 1
     assert done.stderr.startswith("paceline: Monarch is not installed")
     assert done.stderr.endswith("Run: pip install 'torchmonarch<0.8,>=0.7'\n")
