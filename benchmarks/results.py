@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.rounds import Sample, Variant, interleave
-from paceline_checks.bench_report import ReportTable, describe_machine, machine_note
+from paceline_checks.bench_report import ReportTable, describe_machine
 
 Progress = Callable[[str], None]
 """Shows one line."""
@@ -276,4 +276,5 @@ class BenchResult:
 
     def notes(self) -> list[str]:
         """The setting, the machine, and the closing lines."""
-        return [*self.remarks, machine_note(), *self.closing]
+        machine = "{cpu}, {cores} cores, {memory}; {system}; Python {python}, torch {torch}; {date}."
+        return [*self.remarks, machine.format(**describe_machine()), *self.closing]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,6 @@ from paceline.core.errors import ConfigError
 from paceline.core.plugins import install_command
 from paceline.core.task import Task
 from paceline.launch.local_run import free_master_port
-from paceline_checks.bench_report import installed_version
 
 INSTALL = install_command("bench")
 """The command that installs every peer."""
@@ -76,7 +77,9 @@ class Peer:
     @property
     def version(self) -> str | None:
         """The version of its package that is installed, or None."""
-        return installed_version(self.package)
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(self.package)
+        return None
 
 
 PEERS = {

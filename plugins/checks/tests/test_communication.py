@@ -7,6 +7,7 @@ import signal
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ from torch._C._distributed_c10d import HashStore
 
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
+from paceline.torch_internals import gloo_group
 from paceline_checks.bench_report import size_text
 from paceline_checks.collectives import (
     COLLECTIVES,
+    CollectiveTiming,
     CommunicationPlan,
     CommunicationReport,
     Op,
@@ -115,8 +118,8 @@ class Broken(GroupEngine):
 
 @pytest.mark.parametrize("op", ALL_OPS)
 def test_each_wrong_element_is_counted(op: Op) -> None:
-    right = GroupEngine.gloo(HashStore(), 0, 1, one_machine=True, interface=None)
-    broken = Broken(right._group, 0, 1, torch.device("cpu"), "broken")
+    group = gloo_group(HashStore(), 0, 1, timedelta(minutes=1), hostname="127.0.0.1", interface=None)
+    right, broken = (kind(group, 0, 1, torch.device("cpu"), "gloo") for kind in (GroupEngine, Broken))
     [result] = measure(right, [op], [1024], iterations=6, warmup=0)
     assert (result.wrong, result.checked, result.size) == (0, 6 * 256, 1024)
     [result] = measure(broken, [op], [1024], iterations=6, warmup=0)
@@ -134,11 +137,11 @@ def test_threads_drive_ranks_of_one_process() -> None:
         iterations=2,
         warmup=1,
     )
-    results: list[object] = []
+    results: list[CollectiveTiming] = []
     carrier, ranks = run_plan(plan, Environment(), results.append)
     assert (carrier, ranks, len(results)) == ("gloo", 3, 12)
-    report = CommunicationReport(carrier, plan.mode, ranks, 1, find_link(80.0, one_machine=True, interface=None))
-    report.results = results  # type: ignore[assignment]
+    link = find_link(80.0, one_machine=True, interface=None)
+    report = CommunicationReport(carrier, plan.mode, ranks, 1, link, results)
     assert report.wrong == 0
     assert "All " in report.notes()[-1]
     first = report.as_json()["results"][0]

@@ -12,16 +12,15 @@ import json as json_module
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.markup import escape
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.text import Text
 
 from paceline.core.errors import ConfigError
-from paceline.core.output import Console
+from paceline.core.output import Console, ListTable
 from paceline.core.plugins import install_command
 
 _ALARMS = ("WRONG", "NOT met")
@@ -47,18 +46,13 @@ class ReportTable:
     failed: Sequence[int] = ()
     bars: Sequence[float] | None = None
 
-    def as_rich(self) -> Table:
-        title = ": ".join(text for text in (self.title, self.subtitle) if text)
-        table = Table(title=escape(title) if title else None, title_justify="left")
-        for column, heading in enumerate(self.headings):
-            table.add_column(heading, justify="left" if column in self.left else "right")
-        if self.bars is not None:
-            table.add_column("")
+    def as_rich(self) -> ListTable:
+        headings = [heading if column in self.left else f">{heading}" for column, heading in enumerate(self.headings)]
+        bars = [] if self.bars is None else [[Text("━" * round(20 * share), "cyan")] for share in self.bars]
+        table = ListTable(*headings, *([""] if bars else []), folds=self.headings)
+        table.title, table.title_justify = Text(": ".join(filter(None, (self.title, self.subtitle)))) or None, "left"
         for number, cells in enumerate(self.rows):
-            bar = []
-            if self.bars is not None:
-                bar = [ProgressBar(1.0, self.bars[number], width=20, complete_style="cyan", finished_style="cyan")]
-            table.add_row(*map(escape, cells), *bar, style="red" if number in self.failed else None)
+            table.add(*cells, *(bars[number] if bars else []), style="red" if number in self.failed else None)
         return table
 
     def as_markdown(self) -> str:
@@ -73,9 +67,7 @@ class Report(Protocol):
     """What a benchmark found; the notes are lines below the tables."""
 
     def as_json(self) -> dict[str, Any]: ...
-
     def tables(self) -> Sequence[ReportTable]: ...
-
     def notes(self) -> Sequence[str]: ...
 
 
@@ -95,15 +87,13 @@ def print_report(report: Report, *, json: bool = False, markdown: bool = False) 
             console.print(note, style="bold red" if alarming else "dim", markup=False, highlight=False)
 
 
-_SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
 def size_text(size: float, digits: int = 4) -> str:
     """``8 B``, ``1 KiB``, ``1.5 MiB``."""
-    power = 0
-    while size >= 1024 ** (power + 1) and power < len(_SIZE_UNITS) - 1:
-        power += 1
-    return f"{size / 1024**power:.{digits}g} {_SIZE_UNITS[power]}"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.{digits}g} {unit}"
+        size /= 1024
+    return f"{size:.{digits}g} TiB"
 
 
 # --- the machine ---
@@ -120,33 +110,16 @@ def describe_machine() -> dict[str, str]:
         "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "torch": installed_version("torch") or "none",
+        "torch": importlib.metadata.version("torch"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 
-def machine_note() -> str:
-    """Return the machine in a line."""
-    line = "{cpu}, {cores} cores, {memory}; {system}; Python {python}, torch {torch}; {date}."
-    return line.format(**describe_machine())
-
-
-def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or None; nothing is imported."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _cpu_model() -> str:
-    try:
+    with suppress(OSError, StopIteration):  # only x86 names its model there
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    # Only x86 names its model there.
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return platform.processor() or platform.machine()
 
 
 # --- the chart ---

@@ -12,7 +12,8 @@ import os
 import re
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,9 +30,6 @@ Mode = Literal["process-per-device", "one-process", "threads-per-device"]
 
 ELEMENT_BYTES = 4
 """All data are float32, and whole numbers so small that their sums are exact in any order."""
-
-_PERIOD = 13
-_SHIFT = 7
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -117,23 +115,18 @@ def pattern(elements: int, repetition: int, device: torch.device) -> torch.Tenso
     """Whole numbers from 0 to 12, others in each repetition, so that a result that was left over is seen."""
     import torch
 
-    numbers = torch.arange(elements, device=device).remainder_(_PERIOD).add_(_SHIFT * repetition)
-    return numbers.remainder_(_PERIOD).to(torch.float32)
+    return torch.arange(elements, device=device).add_(7 * repetition).remainder_(13).to(torch.float32)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Parse ``8B:256MiB`` into bytes, doubling from the first to the last; ``1MiB`` into that alone."""
     least, colon, most = text.partition(":")
-    first, last = _bytes(least, text), _bytes(most if colon else least, text)
+    first, last = parse_size(least), parse_size(most if colon else least)
+    if first is None or last is None:
+        raise ConfigError(f"--sizes must be such as 8B:256MiB or 1MiB (B, KiB, MiB, GiB, KB, MB, GB), but is {text!r}.")
     if not 0 < first <= last:
         raise ConfigError(f"--sizes must go from a smaller size to a larger one, but is {text!r}.")
     return tuple(first << power for power in range((last // first).bit_length()))
-
-
-def _bytes(word: str, text: str) -> int:
-    if (size := parse_size(word)) is None:
-        raise ConfigError(f"--sizes must be such as 8B:256MiB or 1MiB (B, KiB, MiB, GiB, KB, MB, GB), but is {text!r}.")
-    return size
 
 
 def parse_size(text: str) -> int | None:
@@ -172,12 +165,7 @@ class CommunicationPlan:
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """The limit that a bus bandwidth is compared with.
-
-    Attributes:
-        gbytes_per_s: 10^9 bytes a second; None: not known.
-        title: for people: where the number comes from, or why there is none.
-    """
+    """The limit that a bus bandwidth is compared with, in 10^9 bytes/s; the title says where it comes from."""
 
     gbytes_per_s: float | None
     title: str
@@ -235,9 +223,8 @@ class CollectiveTiming:
     Attributes:
         size: bytes, as nccl-tests counts them: the whole buffer, over all its parts.
         time_us: mean of a call, over repetitions and ranks.
-        algbw_gbps: size over time, in GB/s (10^9 bytes).
-        busbw_gbps: that times the operation's factor.
-        wrong: elements with another value than they must have, over all repetitions and ranks.
+        algbw_gbps, busbw_gbps: in GB/s (10^9 bytes).
+        wrong, checked: elements, over all repetitions and ranks.
     """
 
     op: Op
@@ -249,20 +236,16 @@ class CollectiveTiming:
     checked: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class CommunicationReport:
-    """The results of one call.
-
-    Attributes:
-        link: what the bus bandwidths are compared with.
-    """
+    """The results of one call."""
 
     carrier: str
     mode: str
     ranks: int
     machines: int
     link: LinkSpeed
-    results: Sequence[CollectiveTiming] = field(default_factory=list)
+    results: Sequence[CollectiveTiming]
 
     @property
     def wrong(self) -> int:
@@ -288,11 +271,11 @@ class CommunicationReport:
                 headings=["size", "time (us)", "algbw (GB/s)", "busbw (GB/s)", *link, "wrong"],
                 rows=[self._cells(result) for result in results],
                 title=op,
-                subtitle=self._who(),
+                subtitle=self._who,
                 failed=[number for number, result in enumerate(results) if result.wrong],
                 bars=[result.busbw_gbps / max(top, 1e-9) for result in results],
             )
-            for op, results in self._by_op().items()
+            for op, results in self._by_op
         ]
 
     def notes(self) -> list[str]:
@@ -309,20 +292,19 @@ class CommunicationReport:
 
     def plot(self, path: Path) -> None:
         line_chart(
-            {op: [(float(r.size), r.busbw_gbps) for r in results] for op, results in self._by_op().items()},
+            {op: [(float(r.size), r.busbw_gbps) for r in results] for op, results in self._by_op},
             path,
-            title=f"Bus bandwidth: {self._who()}",
+            title=f"Bus bandwidth: {self._who}",
             x_label="size",
             y_label="GB/s",
             x_text=lambda size: size_text(round(size)),
         )
 
-    def _by_op(self) -> dict[Op, list[CollectiveTiming]]:
-        found: dict[Op, list[CollectiveTiming]] = {}
-        for result in self.results:
-            found.setdefault(result.op, []).append(result)
-        return found
+    @property
+    def _by_op(self) -> list[tuple[Op, list[CollectiveTiming]]]:
+        return [(op, list(results)) for op, results in groupby(self.results, lambda result: result.op)]
 
+    @property
     def _who(self) -> str:
         machines = f", {self.machines} machines" if self.machines > 1 else ""
         return f"{self.carrier}, {self.ranks} ranks{machines}, {self.mode}"

@@ -67,12 +67,17 @@ class Impurity:
         kind: one of :data:`MISTAKES`.
         about: names what differed, so that it counts once, whichever rank, step and values showed it.
         certain: whether the model depends on it; else it may.
+        place: FILE:LINE, if known.
     """
 
     kind: str
     message: str
     about: str = ""
     certain: bool = True
+    place: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.place + ': ' if self.place else ''}{self.message} [{self.kind}]"
 
 
 def impurity(kind: str, names: Iterable[str] = (), *, about: str = "", certain: bool = True, **words: Any) -> Impurity:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed import AllreduceOptions, BroadcastOptions
@@ -43,9 +43,6 @@ from paceline_checks.collectives import (
     pattern,
 )
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 _MEETING_TIMEOUT_S = 120.0
 _STORE_TIMEOUT = timedelta(seconds=120)
 _TURN_S = 0.5
@@ -68,11 +65,12 @@ def run_plan(
     if plan.mode == "one-process":
         return _drive(OneThreadEngine(plan.nproc), plan, report)
     if plan.backend == "mpi":
-        return _drive(MpiEngine.world(), plan, report)
+        return _drive(MpiEngine(), plan, report)
     with _store(environment, plan.interface) as store:
         if plan.mode == "threads-per-device":
             return _drive_threads(plan, environment, store, report)
-        return _drive(_group(plan, store, environment.rank, environment, environment.local_rank), plan, report)
+        group = _open_group(plan, store, environment.rank, environment, environment.local_rank)
+        return _drive(group, plan, report)
 
 
 def _drive(
@@ -101,8 +99,7 @@ def _drive_threads(
             # A client waits for one thing at a time, and the threads wait for each other.
             client = store.clone()  # type: ignore[attr-defined]
             device = environment.local_rank * plan.nproc + number
-            group = _group(plan, client, rank, whole, device)
-            titles.append(_drive(group, plan, report))
+            titles.append(_drive(_open_group(plan, client, rank, whole, device), plan, report))
         except BaseException as error:
             errors.append(error)
 
@@ -120,12 +117,16 @@ def _drive_threads(
     return titles[0]
 
 
-def _group(plan: CommunicationPlan, store: Store, rank: int, environment: Environment, device: int) -> GroupEngine:
+def _open_group(plan: CommunicationPlan, store: Store, rank: int, environment: Environment, gpu: int) -> GroupEngine:
+    """Open an NCCL group, or a gloo group, on loopback if all ranks are on one machine."""
+    ranks = environment.world_size
     if plan.backend == "nccl":
-        return GroupEngine.nccl(store, rank, environment.world_size, torch.device("cuda", device))
-    return GroupEngine.gloo(
-        store, rank, environment.world_size, one_machine=environment.nodes == 1, interface=plan.interface
-    )
+        device = torch.device("cuda", gpu)
+        torch.cuda.set_device(device)
+        return GroupEngine(nccl_group(store, rank, ranks, _TIMEOUT), rank, ranks, device, _nccl_title())
+    hostname = "127.0.0.1" if environment.nodes == 1 else None
+    group = gloo_group(store, rank, ranks, _TIMEOUT, hostname=hostname, interface=plan.interface)
+    return GroupEngine(group, rank, ranks, torch.device("cpu"), "gloo")
 
 
 @contextmanager
@@ -216,12 +217,12 @@ class _BufferSlot:
     def __init__(self, engine: CollectiveEngine, collective: Collective, elements: int) -> None:
         self._engine = engine
         self._collective = collective
-        self._given = collective.source_elements(elements, engine.ranks)
+        given = collective.source_elements(elements, engine.ranks)
         received = collective.target_elements(elements, engine.ranks)
         self._targets = [torch.empty(received, device=device) for device in engine.devices]
         self._sources = self._targets
         if not collective.in_place:
-            self._sources = [torch.empty(self._given, device=device) for device in engine.devices]
+            self._sources = [torch.empty(given, device=device) for device in engine.devices]
         self._repetition = 0
 
     def fill(self, repetition: int) -> None:
@@ -229,20 +230,19 @@ class _BufferSlot:
         self._repetition = repetition
         for rank, source, target in zip(self._engine.local, self._sources, self._targets, strict=True):
             target.fill_(torch.nan)
-            source.copy_(self._collective.given(self._base(source.device), rank))
+            source.copy_(self._collective.given(self._base(source), rank))
 
     def run(self) -> None:
-        """Run the collective once."""
         self._engine.run(self._collective.op, self._sources, self._targets)
 
     def wrong(self) -> int:
         return sum(
-            int((target != self._collective.expected(self._base(target.device), rank, self._engine.ranks)).sum())
-            for rank, target in zip(self._engine.local, self._targets, strict=True)
+            int((target != self._collective.expected(self._base(source), rank, self._engine.ranks)).sum())
+            for rank, source, target in zip(self._engine.local, self._sources, self._targets, strict=True)
         )
 
-    def _base(self, device: torch.device) -> torch.Tensor:
-        return pattern(self._given, self._repetition, device)
+    def _base(self, source: torch.Tensor) -> torch.Tensor:
+        return pattern(source.numel(), self._repetition, source.device)
 
 
 # --- the engines ---
@@ -256,8 +256,7 @@ class CollectiveEngine(ABC):
 
     Attributes:
         ranks: n, over all processes.
-        local: the numbers of those driven here.
-        devices: where each of these keeps its data.
+        local: the numbers of those driven here, each of which keeps its data on its one of ``devices``.
         title: for people: "gloo", "NCCL 2.27".
     """
 
@@ -268,12 +267,7 @@ class CollectiveEngine(ABC):
 
     @abstractmethod
     def run(self, op: Op, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Run one collective, or enqueue it.
-
-        Args:
-            sources: what each local rank gives; not used in place.
-            targets: where each receives; in place what it gives, too.
-        """
+        """Run one collective, or enqueue it; each local rank receives in its target, in place what it gives, too."""
 
     @abstractmethod
     def sums(self, values: Sequence[float]) -> list[float]:
@@ -302,21 +296,7 @@ class GroupEngine(CollectiveEngine):
         self.local = (rank,)
         self.devices = (device,)
 
-    @classmethod
-    def gloo(cls, store: Store, rank: int, ranks: int, *, one_machine: bool, interface: str | None) -> GroupEngine:
-        """Make a gloo group, on loopback if all ranks are on one machine."""
-        hostname = "127.0.0.1" if one_machine else None
-        group = gloo_group(store, rank, ranks, _TIMEOUT, hostname=hostname, interface=interface)
-        return cls(group, rank, ranks, torch.device("cpu"), "gloo")
-
-    @classmethod
-    def nccl(cls, store: Store, rank: int, ranks: int, device: torch.device) -> GroupEngine:
-        """Make an NCCL group, whose rank works on ``device``."""
-        torch.cuda.set_device(device)
-        return cls(nccl_group(store, rank, ranks, _TIMEOUT), rank, ranks, device, _nccl_title())
-
     def run(self, op: Op, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Run it in the group; on a CPU it has ended then, on a GPU the stream waits for it."""
         group, [source], [target] = self._group, sources, targets
         match op:
             case "all_reduce":
@@ -359,29 +339,22 @@ class GroupEngine(CollectiveEngine):
 
 
 class MpiEngine(CollectiveEngine):
-    """MPI by mpi4py, one rank for each process, data on the CPU."""
+    """MPI by mpi4py, one rank for each process of this ``mpirun``, data on the CPU."""
 
-    def __init__(self, comm: MPI.Comm, title: str) -> None:
-        self._comm = comm
-        self.ranks = comm.Get_size()
-        self.title = title
-        self.local = (comm.Get_rank(),)
-        self.devices = (torch.device("cpu"),)
-
-    @classmethod
-    def world(cls) -> MpiEngine:
-        """Make a group of all processes of this ``mpirun``."""
+    def __init__(self) -> None:
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
             raise ConfigError(
                 f"--backend mpi: mpi4py cannot be used ({error}). Install it: {install_command('mpi')}"
             ) from error
-        name = MPI.Get_library_version().partition(",")[0].strip("\0 \n")
-        return cls(MPI.COMM_WORLD, name)
+        self._comm = MPI.COMM_WORLD
+        self.ranks = self._comm.Get_size()
+        self.title = MPI.Get_library_version().partition(",")[0].strip("\0 \n")
+        self.local = (self._comm.Get_rank(),)
+        self.devices = (torch.device("cpu"),)
 
     def run(self, op: Op, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Run it on the tensors' own memory."""
         from mpi4py import MPI
 
         comm, [source], [target] = self._comm, [t.numpy() for t in sources], [t.numpy() for t in targets]
@@ -419,7 +392,6 @@ class OneThreadEngine(CollectiveEngine):
         self.title = _nccl_title()
 
     def run(self, op: Op, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Enqueue it on each GPU's stream."""
         nccl: Any = torch.cuda.nccl
         match op:
             case "all_reduce":

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from paceline.core.config import ResolvedConfig
+from paceline_checks.impurities import Impurity
 from paceline_checks.verify.lint import lint
-from paceline_checks.verify.verify import LintWarning
 
 pytestmark = pytest.mark.integration
 
@@ -31,7 +31,7 @@ def tasks() -> Any:
     return module
 
 
-def found(tasks: Any, name: str) -> list[LintWarning]:
+def found(tasks: Any, name: str) -> list[Impurity]:
     task = getattr(tasks, name)()
     config = ResolvedConfig(
         microbatches=task.defaults.microbatches,
@@ -72,7 +72,7 @@ def test_a_task_that_is_right_gets_no_warning(tasks: Any) -> None:
 )
 def test_what_is_wrong_is_found(tasks: Any, task: str, kind: str, line: str, words: str) -> None:
     findings = found(tasks, task)
-    assert [finding.lint for finding in findings] == [kind], findings
+    assert [finding.kind for finding in findings] == [kind], findings
     (finding,) = findings
     assert finding.place is not None
     path, _, number = finding.place.rpartition(":")
@@ -91,5 +91,5 @@ def test_a_lint_that_fails_says_so(tasks: Any) -> None:
 
     task = Broken()
     (finding,) = lint(task, ResolvedConfig(microbatches=4, global_batch_size=64, max_steps=4))
-    assert finding.lint == "not-looked-at"
+    assert finding.kind == "not-looked-at"
     assert "check_metrics failed: KeyError: 'nothing'" in finding.message

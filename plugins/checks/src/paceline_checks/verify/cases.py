@@ -44,7 +44,7 @@ class StrategyCase:
         least, most: numbers of processes.
         needs: an optional package that it imports.
         simulation: ``module:function`` of its own reference, or of the plain loop, if that is its guarantee; called
-            as :class:`paceline_checks.verify.worker.Simulation`.
+            as :data:`paceline_checks.verify.worker.Simulation`.
         takes_callbacks: if not, its steps are not recorded, and only its weights and losses are compared.
     """
 
@@ -208,10 +208,10 @@ class VerificationRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One run of the task.
+    """One run of the task, and its files.
 
     Attributes:
-        name: of its directory.
+        root: the verification's directory, in which each training has one of its name.
         options: of ``paceline train``.
         double: train in float64 and keep the tensors.
         reference: name of the training with whose tensors this one is compared.
@@ -219,8 +219,10 @@ class Training:
         simulation: ``module:function`` that computes the weights instead, in one process. With a reference, they are
             compared with those that the reference saved at its end.
         float32_reference: the name of the reference of a simulation, if the one in float64 failed.
+        noted: whether its steps are recorded.
     """
 
+    root: str
     name: str
     world_size: int
     options: Mapping[str, Any]
@@ -231,6 +233,51 @@ class Training:
     float32_reference: str | None = None
     noted: bool = True
 
+    def file(self, name: str) -> Path:
+        return Path(self.root) / self.name / name
+
+    @property
+    def run(self) -> RunDirectory:
+        return RunDirectory(self.file("run"))
+
+    @property
+    def tensors(self) -> Path:
+        """The directory of each step's tensors."""
+        return self.file("tensors")
+
+    @property
+    def outcome(self) -> Path:
+        """The file of its ``result.json``, or of its simulated result."""
+        return self.file("outcome.json")
+
+    def trace(self, rank: int) -> Path:
+        """The file of a rank's steps."""
+        return self.file(f"trace-{rank}.jsonl")
+
+    def forward(self, rank: int) -> Path:
+        """The file of a rank's module outputs in the inspected step."""
+        return self.file(f"forward-{rank}.jsonl")
+
+    def done(self, rank: int) -> Path:
+        """The file that a rank creates when it has finished, successfully or not."""
+        return self.file(f"done-{rank}")
+
+    @property
+    def is_done(self) -> bool:
+        return all(self.done(rank).exists() for rank in range(self.world_size))
+
+    @property
+    def failures(self) -> list[FailureRecord | None]:
+        """What ended each rank, if anything."""
+        return [read_failure(self.run.error_of(rank)) for rank in range(self.world_size)]
+
+    @property
+    def failure(self) -> FailureRecord | None:
+        """What ended it, if anything."""
+        return min(
+            filter(None, self.failures), key=lambda failed: (failed.victim, failed.time, failed.rank), default=None
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan:
@@ -239,59 +286,11 @@ class GroupPlan:
     Attributes:
         set: fields of the task.
         least_microbatches: number of micro-batches, unless options or task ask for more.
-        lint: check the task's arithmetic first.
+        lint: the file of findings about the task, if it is to be checked first.
     """
 
     task: str
     set: tuple[str, ...]
-    root: str
     least_microbatches: int
-    trainings: tuple[Training, ...] = ()
-    lint: bool = False
-
-
-def directory_of(root: Path, training: Training) -> RunDirectory:
-    """Return a training's run directory."""
-    return RunDirectory(root / training.name / "run")
-
-
-def trace_path(root: Path, training: Training, rank: int) -> Path:
-    """Return the file of a rank's steps."""
-    return root / training.name / f"trace-{rank}.jsonl"
-
-
-def forward_path(root: Path, training: Training, rank: int) -> Path:
-    """Return the file of a rank's module outputs in the inspected step."""
-    return root / training.name / f"forward-{rank}.jsonl"
-
-
-def tensors_path(root: Path, name: str) -> Path:
-    """Return the directory of the tensors of the training of that name."""
-    return root / name / "tensors"
-
-
-def outcome_path(root: Path, training: Training) -> Path:
-    """Return the file of a training's ``result.json``, or of its simulated result."""
-    return root / training.name / "outcome.json"
-
-
-def done_path(root: Path, training: Training, rank: int) -> Path:
-    """Return the file that a rank creates when it has finished a training."""
-    return root / training.name / f"done-{rank}"
-
-
-def lints_path(root: Path) -> Path:
-    """Return the file of findings about the task's arithmetic."""
-    return root / "lints.json"
-
-
-def is_done(root: Path, training: Training) -> bool:
-    """Return whether all ranks have finished the training, successfully or not."""
-    return all(done_path(root, training, rank).exists() for rank in range(training.world_size))
-
-
-def failure(root: Path, training: Training) -> FailureRecord | None:
-    """Return the failure that ended a training, if any."""
-    directory = directory_of(root, training)
-    records = [read_failure(directory.error_of(rank)) for rank in range(training.world_size)]
-    return min((f for f in records if f is not None), key=lambda f: (f.victim, f.time, f.rank), default=None)
+    trainings: tuple[Training, ...]
+    lint: str | None = None

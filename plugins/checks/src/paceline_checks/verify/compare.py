@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from paceline.core.files import read_json_lines
-from paceline_checks.verify.cases import Training, forward_path, trace_path
+from paceline_checks.verify.cases import Training
 
 Kind = Literal["gradient", "weight"]
 KINDS: tuple[Kind, ...] = ("gradient", "weight")
@@ -78,13 +78,13 @@ class Divergence:
         return " ".join(words) + (f": {self.detail}" if self.detail else "")
 
 
-def read_steps(root: Path, training: Training, *, synchronous: bool = True) -> list[Step]:
+def read_steps(training: Training, *, synchronous: bool = True) -> list[Step]:
     """Read the recorded steps of all ranks.
 
     Args:
         synchronous: whether all ranks make each step; else each makes its own, and they are sorted.
     """
-    lines_of_ranks = [read_json_lines(trace_path(root, training, rank)) for rank in range(training.world_size)]
+    lines_of_ranks = [read_json_lines(training.trace(rank)) for rank in range(training.world_size)]
     lines_of_ranks = [lines for lines in lines_of_ranks if lines]  # a parameter server makes no steps
     if synchronous:
         return [_merge(lines) for lines in zip(*lines_of_ranks, strict=False)]
@@ -153,14 +153,8 @@ class Margins:
         return FACTOR * max([_MIN_DISTANCE, *distances])
 
 
-@dataclass(frozen=True)
-class TraceDifference:
-    """The distance of a run from float64.
-
-    Attributes:
-        distance: of the tensor or loss with the largest share of its tolerance.
-        divergence: the first value beyond its tolerance.
-    """
+class TraceDifference(NamedTuple):
+    """A run's distance from float64, of the value with the largest share of its tolerance; the first value beyond."""
 
     distance: float
     tolerance: float
@@ -200,45 +194,22 @@ def measure(steps: Sequence[Step], margins: Margins) -> TraceDifference:
     return TraceDifference(worst[0], worst[1], first)
 
 
-@dataclass(frozen=True)
-class LossDecrease:
-    """The decrease of a loss, compared with one process.
+def converges(steps: Sequence[Step], alone: Sequence[Step]) -> tuple[bool, str]:
+    """Return whether the loss fell by half of one process's decrease or more, fifth to fifth, and both in words."""
 
-    Attributes:
-        first: loss at the start, on one process.
-        last: loss at the end.
-        alone: loss at the end on one process.
-    """
+    def mean(steps: Sequence[Step]) -> float:
+        return math.fsum(step.loss for step in steps) / len(steps) if steps else math.nan
 
-    first: float
-    last: float
-    alone: float
-
-    @property
-    def ok(self) -> bool:
-        """Return whether the loss fell by at least half of one process's decrease."""
-        return self.alone < self.first and self.last <= self.first - 0.5 * (self.first - self.alone)
-
-    def __str__(self) -> str:
-        text = f"loss {self.first:.4g} -> {self.last:.4g}; on one process {self.alone:.4g}"
-        return text if self.alone < self.first else f"{text}, so use more --steps"
-
-
-def converges(steps: Sequence[Step], alone: Sequence[Step]) -> LossDecrease:
-    """Compare the losses of the last fifth of the steps with one process's."""
-    return LossDecrease(_mean(alone[: _fifth(alone)]), _mean(steps[-_fifth(steps) :]), _mean(alone[-_fifth(alone) :]))
-
-
-def _fifth(steps: Sequence[Step]) -> int:
-    return max(1, len(steps) // 5)
-
-
-def _mean(steps: Sequence[Step]) -> float:
-    return math.fsum(step.loss for step in steps) / len(steps) if steps else math.nan
+    fifth, fifth_alone = (max(1, len(each) // 5) for each in (steps, alone))
+    first, last, last_alone = mean(alone[:fifth_alone]), mean(steps[-fifth:]), mean(alone[-fifth_alone:])
+    text = f"loss {first:.4g} -> {last:.4g}; on one process {last_alone:.4g}"
+    if not last_alone < first:
+        return False, f"{text}, so use more --steps"
+    return last <= first - 0.5 * (first - last_alone), text
 
 
 def first_forward(
-    root: Path, training: Training, alone: Training, divergence: Divergence, *, tolerance: float | None
+    training: Training, alone: Training, divergence: Divergence, *, tolerance: float | None
 ) -> Divergence:
     """Return the divergence with the first module whose forward differs.
 
@@ -248,8 +219,8 @@ def first_forward(
     """
     calls: dict[tuple[int, str, int], Mapping[str, Any]] = {}
     for rank in range(training.world_size):
-        calls |= _calls(read_json_lines(forward_path(root, training, rank)))
-    for key, call in _calls(read_json_lines(forward_path(root, alone, 0))).items():
+        calls |= _calls(read_json_lines(training.forward(rank)))
+    for key, call in _calls(read_json_lines(alone.forward(0))).items():
         other = calls.get(key)
         if other is None or other["shape"] != call["shape"]:
             continue  # a part of it on another rank, or a stage without this call
@@ -260,13 +231,7 @@ def first_forward(
             same = difference <= _MAX_DEVIATIONS * tolerance * call["norm"]
         if not same:
             microbatch, name, _ = key
-            return Divergence(
-                step=divergence.step,
-                what=divergence.what,
-                module=name,
-                microbatch=microbatch,
-                detail=f"its output {tuple(call['shape'])}",
-            )
+            return replace(divergence, module=name, microbatch=microbatch, detail=f"its output {tuple(call['shape'])}")
     return divergence
 
 

@@ -13,6 +13,7 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -36,7 +37,6 @@ from paceline.training.reproducibility import build_split, seed_microbatch, seed
 from paceline.training.state import build_task_callback, build_task_model, build_task_optimizers
 from paceline_checks.impurities import Impurity, impurity
 from paceline_checks.purity import Observation, bits_by_name, compute_twice, observe
-from paceline_checks.verify.verify import LintWarning
 
 _log = logging.getLogger(__name__)
 
@@ -93,11 +93,11 @@ def _reads_rank(called: Any, frame: FrameType) -> bool:
     return called in (dist.get_rank.__code__, dist.get_world_size.__code__)
 
 
-def _locate(found: Impurity, method: Callable[..., Any], locations: Sequence[str] = ()) -> LintWarning:
+def _locate(found: Impurity, method: Callable[..., Any], locations: Sequence[str] = ()) -> Impurity:
     """Add the place of the last watched call; without one, that of the method's definition, if it is the user's."""
     code = inspect.unwrap(getattr(method, "__func__", method)).__code__
     defined = f"{code.co_filename}:{code.co_firstlineno}" if is_own(code.co_filename) else None
-    return LintWarning(lint=found.kind, message=found.message, place=locations[-1] if locations else defined)
+    return replace(found, place=locations[-1] if locations else defined)
 
 
 # --- The context of the checks: the task, its model, and some of its samples ---
@@ -184,7 +184,7 @@ _MIN_VALUES = 16
 
 
 @torch.no_grad()
-def check_loss_mean(context: LintContext) -> Iterator[LintWarning]:
+def check_loss_mean(context: LintContext) -> Iterator[Impurity]:
     """Check that the loss is not a mean over items of which samples have different numbers."""
     model = context.model(training=False)
     for samples in context.groups[:1]:
@@ -197,7 +197,7 @@ def check_loss_mean(context: LintContext) -> Iterator[LintWarning]:
 
 
 @torch.no_grad()
-def check_metrics(context: LintContext) -> Iterator[LintWarning]:
+def check_metrics(context: LintContext) -> Iterator[Impurity]:
     """Check that metrics are not means over blocks of different sizes."""
     model = context.model(training=False)
     for name, what in _uneven(context, lambda samples: _pairs(context, model, samples)).items():
@@ -233,7 +233,7 @@ def _pairs(context: LintContext, model: Any, samples: Sequence[Any]) -> dict[str
     return pairs
 
 
-def check_duplicates(context: LintContext) -> Iterator[LintWarning]:
+def check_duplicates(context: LintContext) -> Iterator[Impurity]:
     """Check that a split was not padded with its first samples."""
     for split in ("val", "test"):
         dataset = context.splits[split]
@@ -257,7 +257,7 @@ def _duplicates(dataset: Any) -> int:
 
 
 @torch.no_grad()
-def check_batch_norm(context: LintContext) -> Iterator[LintWarning]:
+def check_batch_norm(context: LintContext) -> Iterator[Impurity]:
     """Check that a micro-batch has enough values for batch statistics."""
     task, config, model = context.task, context.config, context.model(training=True)
     norms = {name: child for name, child in model.named_modules() if isinstance(child, BatchNorm)}
@@ -281,7 +281,7 @@ def check_batch_norm(context: LintContext) -> Iterator[LintWarning]:
         yield _locate(impurity("tiny-batch-norm", [repr(least)], what=what), task.build_model)
 
 
-def check_schedulers(context: LintContext) -> Iterator[LintWarning]:
+def check_schedulers(context: LintContext) -> Iterator[Impurity]:
     """Check that the task does not step its scheduler in the loss or callback."""
     context = LintContext(copy.copy(context.task), context.config)  # of which the callback may change the model
     task, model = context.task, context.model(training=True)
@@ -301,7 +301,7 @@ def check_schedulers(context: LintContext) -> Iterator[LintWarning]:
 # --- Whether the task is a function of its inputs ---
 
 
-def check_microbatches(context: LintContext) -> Iterator[LintWarning]:
+def check_microbatches(context: LintContext) -> Iterator[Impurity]:
     """Compute a micro-batch twice, as the purity guard does, and others for their random numbers and gradients."""
     if not context.groups:
         return
@@ -340,7 +340,7 @@ def check_microbatches(context: LintContext) -> Iterator[LintWarning]:
         yield _locate(impurity("unused-parameters", forgotten, what=what), task.build_optimizer)
 
 
-def check_data(context: LintContext) -> Iterator[LintWarning]:
+def check_data(context: LintContext) -> Iterator[Impurity]:
     """Read samples twice, as the purity guard does."""
     dataset = context.splits["train"]
     rows = range(min(MOST_SAMPLES, _length(dataset) or 0))
@@ -356,7 +356,7 @@ _STEPS = 3
 _SPLITS = {"train": "training", "val": "validation", "test": "test"}
 
 
-def check_ranks(context: LintContext) -> Iterator[LintWarning]:
+def check_ranks(context: LintContext) -> Iterator[Impurity]:
     """Check that rank 1 of 2, with torch's fake process group, builds and computes the same as rank 0 of 1."""
     from paceline.torch_internals import FakeStore
 
@@ -400,13 +400,13 @@ def _build_results(context: LintContext) -> dict[str, bytes]:
 # --- All checks ---
 
 
-CHECKS: tuple[Callable[[LintContext], Iterator[LintWarning]], ...] = (
+CHECKS: tuple[Callable[[LintContext], Iterator[Impurity]], ...] = (
     *(check_loss_mean, check_metrics, check_microbatches, check_data),
     *(check_batch_norm, check_schedulers, check_duplicates, check_ranks),
 )
 
 
-def lint(task: Task, config: ResolvedConfig) -> list[LintWarning]:
+def lint(task: Task, config: ResolvedConfig) -> list[Impurity]:
     """Return probable mistakes in a task.
 
     Args:
@@ -414,7 +414,7 @@ def lint(task: Task, config: ResolvedConfig) -> list[LintWarning]:
         config: with ``microbatches``, ``global_batch_size`` and ``max_steps``.
     """
     context = LintContext(task, config)
-    findings: list[LintWarning] = []
+    findings: list[Impurity] = []
     for check in CHECKS:
         try:
             with warnings.catch_warnings():
@@ -425,5 +425,5 @@ def lint(task: Task, config: ResolvedConfig) -> list[LintWarning]:
             # A check that fails here fails in training too, or needs the trainer: the runs will report it.
             _log.debug("lint", exc_info=error)
             message = f"{check.__name__} failed: {type(error).__name__}: {error}"
-            findings.append(LintWarning(lint="not-looked-at", message=message))
+            findings.append(Impurity("not-looked-at", message))
     return findings

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,20 +23,8 @@ from paceline.core.errors import ConfigError, LaunchError, UserError
 from paceline.core.ownership import own_prefix
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.failures import FailureRecord
-from paceline_checks.verify.cases import (
-    FIXED,
-    GroupPlan,
-    Guarantee,
-    StrategyCase,
-    Training,
-    VerificationRequest,
-    directory_of,
-    done_path,
-    failure,
-    is_done,
-    lints_path,
-    outcome_path,
-)
+from paceline_checks.impurities import Impurity
+from paceline_checks.verify.cases import FIXED, GroupPlan, Guarantee, StrategyCase, Training, VerificationRequest
 from paceline_checks.verify.compare import (
     FACTOR,
     PLAIN_TOLERANCES,
@@ -82,22 +71,6 @@ class CaseResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LintWarning:
-    """A probable mistake in the task's arithmetic.
-
-    Attributes:
-        place: FILE:LINE, if known.
-    """
-
-    lint: str
-    message: str
-    place: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.place + ': ' if self.place else ''}{self.message} [{self.lint}]"
-
-
-@dataclass(frozen=True, kw_only=True)
 class VerificationReport:
     """The report of ``paceline verify``.
 
@@ -114,7 +87,7 @@ class VerificationReport:
     seed: int
     factor: float
     rows: Sequence[CaseResult]
-    warnings: Sequence[LintWarning]
+    warnings: Sequence[Impurity]
     no_double: str = ""
 
     @property
@@ -127,123 +100,23 @@ class VerificationReport:
             {**row, "distance": row["distance"] if math.isfinite(row["distance"] or 0.0) else None}
             for row in map(asdict, self.rows)
         ]
-        return {**asdict(self), "rows": rows, "ok": self.ok}
-
-
-# --- Groups of processes that run several trainings, one after the other. No torch ---
-
-
-_POLL_S = 0.2
-TAIL_LINES = 15
-"""Number of last lines of a failed process's output to show."""
-
-Tell = Callable[[str], None]
-
-
-class WorkerGroups:
-    """A starter of the process groups of one verification."""
-
-    def __init__(self, request: VerificationRequest, root: Path, tell: Tell) -> None:
-        self._request = request
-        self._root = root
-        self._tell = tell
-        self._groups = 0
-
-    def train(self, trainings: Sequence[Training], *, lint: bool = False) -> None:
-        """Train on one number of processes; continue after a training that ended its processes.
-
-        Args:
-            lint: also check the task's arithmetic.
-
-        Raises:
-            LaunchError: the processes could not be started.
-            KeyboardInterrupt: a stop was requested; all processes have been ended.
-        """
-        remaining = list(trainings)
-        while remaining:
-            self._run_group(remaining, lint=lint)
-            done = [training for training in remaining if is_done(self._root, training)]
-            remaining = remaining[len(done) :]
-            if not done and (not lint or lints_path(self._root).exists()):
-                remaining = remaining[1:]  # it ended the processes without a record
-            lint = False
-
-    def _run_group(self, trainings: Sequence[Training], *, lint: bool) -> None:
-        request = self._request
-        plan = GroupPlan(
-            task=request.task,
-            set=tuple(request.options.get("set", ())),
-            root=str(self._root),
-            least_microbatches=max(request.worlds),
-            trainings=tuple(trainings),
-            lint=lint,
-        )
-        self._groups += 1
-        path = self._root / f"plan-{self._groups}.json"
-        path.write_bytes(msgspec.json.encode(plan))
-        world_size = trainings[0].world_size
-        launcher = get_launcher("spawn")
-        rendered = launcher.render(
-            LaunchSpec(
-                command=(sys.executable, "-P", "-m", "paceline_checks.verify.worker", str(path)),
-                nproc=(world_size,),
-                threads=trainings[0].options["threads"],
-            )
-        )
-        logs = [self._root / f"group-{self._groups}-rank-{r}.log" for r in range(world_size)]
-        rendered = replace(
-            rendered,
-            commands=tuple(replace(command, log=log) for command, log in zip(rendered.commands, logs, strict=True)),
-        )
-        processes = f"{world_size} process{'' if world_size == 1 else 'es'}"
-        self._tell(f"{processes}: {', '.join(training.name for training in trainings)}")
-        job = launcher.submit(rendered)
-        with _progress(self._root, trainings, self._tell):
-            code = job.wait()
-        if code in (75, 130):
-            raise KeyboardInterrupt
-        if code:
-            self._tell(f"{processes} ended with exit code {code}.{_tail(logs)}")
-
-
-@contextmanager
-def _progress(root: Path, trainings: Sequence[Training], tell: Tell) -> Iterator[None]:
-    """Report each finished training of a group."""
-    ended, remaining = threading.Event(), list(trainings)
-
-    def watch() -> None:
-        has_ended = False
-        while not has_ended:
-            has_ended = ended.wait(_POLL_S)
-            while remaining and done_path(root, remaining[0], 0).exists():
-                tell(f"  {remaining.pop(0).name} has finished")
-
-    thread = threading.Thread(target=watch, name="paceline-verify-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _tail(logs: Sequence[Path]) -> str:
-    """Return the end of the output of the first process that printed anything."""
-    for log in logs:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-        if lines:
-            return "".join(f"\n  {line}" for line in lines[-TAIL_LINES:])
-    return ""
+        warnings = [{"lint": found.kind, "message": found.message, "place": found.place} for found in self.warnings]
+        return {**asdict(self), "rows": rows, "warnings": warnings, "ok": self.ok}
 
 
 # --- Training of every case, one group of processes per number of processes, and comparison. No torch
 
 
+_POLL_S = 0.2
+TAIL_LINES = 15
+"""Number of last lines of a failed process's output to show."""
 _DOUBLE, _ALONE, _AGAIN, _LONG = "float64", "alone", "again", "alone-long"
 _MIN_CONVERGENCE_STEPS = 40
 """Smallest number of steps in which a case must show convergence."""
 _ASYNC_STEPS_FACTOR = 4
 """Factor of steps for asynchronous methods, whose single runs vary at random."""
+
+Tell = Callable[[str], None]
 
 
 def verify(request: VerificationRequest, tell: Tell) -> VerificationReport:
@@ -263,46 +136,50 @@ class _Verification:
     def __init__(self, request: VerificationRequest, root: Path, tell: Tell) -> None:
         self._request = request
         self._root = root
+        self._tell = tell
+        self._groups = 0
+        self._lints = root / "lints.json"
         self._base = {"device": "cpu", "threads": 1, **request.options, **FIXED, "max_steps": request.steps}
         if "device" not in request.options and visible_gpus():
             tell("compares on the CPU; --device cuda compares on GPUs")
         self._rows: dict[tuple[int, str], CaseResult] = {}
-        self._groups = WorkerGroups(request, root, tell)
 
     def report(self) -> VerificationReport:
-        trainings = self._plan()
+        request, trainings = self._request, self._plan()
         on_one_process = [t for t in trainings if t.simulation is not None or t.world_size == 1]
         alone = self._train_on_one_process([t for t in on_one_process if t.name != "single-1"])
-        margins = self._margins(alone)
-        for world_size in self._request.worlds:
+        double = self._training(_DOUBLE)
+        margins = None
+        if double.outcome.exists():
+            margins = Margins(alone, [step.loss for step in read_steps(double)])
+        for world_size in request.worlds:
             trainings_of_world = [
-                training for training in trainings if training.world_size == world_size and _is_judged(training)
+                # The simulation of another training is judged with that one.
+                t
+                for t in trainings
+                if t.world_size == world_size and (t.simulation is None or t.reference is not None)
             ]
             if world_size == 1:
                 self._judge_repetition(alone)
             elif trainings_of_world:
-                self._groups.train(trainings_of_world)
+                self._train(trainings_of_world)
             for training in trainings_of_world:
                 if training.name != "single-1":
-                    self._judge(training, alone, margins)
+                    self._add(self._judge(training, alone, margins))
         self._locate_divergent_modules(trainings)
-        result = json.loads(outcome_path(self._root, self._training(_ALONE)).read_bytes())
-        rows = [
-            self._rows[world_size, case.name]
-            for world_size in self._request.worlds
-            for case in self._request.cases
-            if (world_size, case.name) in self._rows
-        ]
+        result = json.loads(self._training(_ALONE).outcome.read_bytes())
+        keys = [(world_size, case.name) for world_size in request.worlds for case in request.cases]
+        lints = json.loads(self._lints.read_bytes()) if self._lints.exists() else []
         return VerificationReport(
-            task=self._request.task,
+            task=request.task,
             steps=len(alone),
             microbatches=result["microbatches"],
             global_batch_size=result["global_batch_size"],
             seed=result["seed"],
             factor=FACTOR,
-            rows=rows,
-            warnings=self._warnings(),
-            no_double="" if margins is not None else self._why_no_double(),
+            rows=[self._rows[key] for key in keys if key in self._rows],
+            warnings=[Impurity(**found) for found in lints],
+            no_double="" if margins is not None else _describe(double.failure, "it did not finish"),
         )
 
     # Planning.
@@ -317,12 +194,10 @@ class _Verification:
                     continue
                 reason = self._rejection_reason(case, options, world_size)
                 if reason:
-                    self._row(case, world_size, verdict="not applicable", detail=reason)
+                    self._add(_row_of(case, world_size)(verdict="not applicable", detail=reason))
                     continue
                 name = f"{case.name}-{world_size}"
-                training = self._training(name, world_size, options, reference=_DOUBLE)
-                if not case.takes_callbacks:
-                    training = replace(training, noted=False)
+                training = self._training(name, world_size, options, reference=_DOUBLE, noted=case.takes_callbacks)
                 if case.guarantee == "convergence":
                     training = _lengthen(training, 1 if training.noted else _ASYNC_STEPS_FACTOR)
                 if case.guarantee == "rounding":
@@ -349,30 +224,82 @@ class _Verification:
         self, name: str, world_size: int = 1, options: Mapping[str, Any] | None = None, **more: Any
     ) -> Training:
         own = {"strategy": "single"} if options is None else options
-        return Training(name=name, world_size=world_size, options={**self._base, **own, "nproc": world_size}, **more)
+        options = {**self._base, **own, "nproc": world_size}
+        return Training(root=str(self._root), name=name, world_size=world_size, options=options, **more)
 
     # Training.
 
     def _train_on_one_process(self, more: Sequence[Training]) -> list[Step]:
         """Train on one process: the float64 run, the reference, its repetition, and simulations."""
-        double = _in_double(self._training(_DOUBLE))
         alone = self._training(_ALONE, reference=_DOUBLE)
-        repetition = [self._training(_AGAIN)] if 1 in self._request.worlds else []
-        on_one_process = [replace(simulation, world_size=1) for simulation in more]
-        converging = any(case.guarantee == "convergence" for case in self._request.cases)
-        long = [_lengthen(self._training(_LONG))] if converging else []
-        self._groups.train([double, alone, *repetition, *long, *on_one_process], lint=True)
-        failed = failure(self._root, alone)
-        if failed is not None or not outcome_path(self._root, alone).exists():
-            _raise(failed)
-        return read_steps(self._root, alone)
+        trainings = [_in_double(self._training(_DOUBLE)), alone]
+        if 1 in self._request.worlds:
+            trainings.append(self._training(_AGAIN))
+        if any(case.guarantee == "convergence" for case in self._request.cases):
+            trainings.append(_lengthen(self._training(_LONG)))
+        self._train([*trainings, *(replace(simulation, world_size=1) for simulation in more)], lint=True)
+        failed = alone.failure
+        if failed is None and alone.outcome.exists():
+            return read_steps(alone)
+        if failed is None:
+            raise LaunchError("the run on one process ended without a result; see its output above.")
+        if failed.user_error:
+            raise UserError(failed.message)
+        lines = failed.traceback.rstrip().splitlines()[-TAIL_LINES:]
+        text = "".join(f"\n  {line}" for line in lines)
+        raise LaunchError(f"the task fails even on one process: {failed.type}: {failed.message}{text}")
+
+    def _train(self, trainings: Sequence[Training], *, lint: bool = False) -> None:
+        """Train on one number of processes; continue after a training that ended its processes.
+
+        Args:
+            lint: also check the task's arithmetic.
+        """
+        remaining = list(trainings)
+        while remaining:
+            self._run_group(remaining, lint=lint)
+            done = [training for training in remaining if training.is_done]
+            remaining = remaining[len(done) :]
+            if not done and (not lint or self._lints.exists()):
+                remaining = remaining[1:]  # it ended the processes without a record
+            lint = False
+
+    def _run_group(self, trainings: Sequence[Training], *, lint: bool) -> None:
+        plan = GroupPlan(
+            task=self._request.task,
+            set=tuple(self._request.options.get("set", ())),
+            least_microbatches=max(self._request.worlds),
+            trainings=tuple(trainings),
+            lint=str(self._lints) if lint else None,
+        )
+        self._groups += 1
+        path = self._root / f"plan-{self._groups}.json"
+        path.write_bytes(msgspec.json.encode(plan))
+        world_size = trainings[0].world_size
+        launcher = get_launcher("spawn")
+        rendered = launcher.render(
+            LaunchSpec(
+                command=(sys.executable, "-P", "-m", "paceline_checks.verify.worker", str(path)),
+                nproc=(world_size,),
+                threads=trainings[0].options["threads"],
+            )
+        )
+        logs = [self._root / f"group-{self._groups}-rank-{r}.log" for r in range(world_size)]
+        commands = tuple(replace(command, log=log) for command, log in zip(rendered.commands, logs, strict=True))
+        processes = f"{world_size} process{'' if world_size == 1 else 'es'}"
+        self._tell(f"{processes}: {', '.join(training.name for training in trainings)}")
+        job = launcher.submit(replace(rendered, commands=commands))
+        with _progress(trainings, self._tell):
+            code = job.wait()
+        if code in (75, 130):
+            raise KeyboardInterrupt
+        if code:
+            self._tell(f"{processes} ended with exit code {code}.{_tail(logs)}")
 
     # Comparison.
 
-    def _row(self, case: StrategyCase, world_size: int, **row: Any) -> None:
-        self._rows[world_size, case.name] = CaseResult(
-            method=case.name, world_size=world_size, guarantee=case.guarantee, **row
-        )
+    def _add(self, row: CaseResult) -> None:
+        self._rows[row.world_size, row.method] = row
 
     def _case_of(self, training: Training) -> StrategyCase:
         return next(m for m in self._request.cases if f"{m.name}-{training.world_size}" == training.name)
@@ -381,97 +308,39 @@ class _Verification:
         single = next((m for m in self._request.cases if m.name == "single"), None)
         if single is None:
             return
-        repetition = self._training(_AGAIN)
-        difference = first_difference(read_steps(self._root, repetition), alone)
+        difference = first_difference(read_steps(self._training(_AGAIN)), alone)
         detail = "" if difference is None else "two runs on one process with the same settings differ"
-        verdict = "equal" if difference is None else "diverged"
-        self._row(single, 1, verdict=verdict, detail=detail, divergence=difference)
+        verdict: Verdict = "equal" if difference is None else "diverged"
+        self._add(_row_of(single, 1)(verdict=verdict, detail=detail, divergence=difference))
 
-    def _margins(self, alone: Sequence[Step]) -> Margins | None:
-        double = self._training(_DOUBLE)
-        if not outcome_path(self._root, double).exists():
-            return None
-        return Margins(alone, [step.loss for step in read_steps(self._root, double)])
-
-    def _why_no_double(self) -> str:
-        failed = failure(self._root, self._training(_DOUBLE))
-        return "it did not finish" if failed is None else f"{failed.type}: {failed.message}"
-
-    def _judge(self, training: Training, alone: Sequence[Step], margins: Margins | None) -> None:
-        case, world_size = self._case_of(training), training.world_size
-        failed = failure(self._root, training)
+    def _judge(self, training: Training, alone: Sequence[Step], margins: Margins | None) -> CaseResult:
+        case, failed = self._case_of(training), training.failure
+        row = _row_of(case, training.world_size)
         if failed is not None and failed.user_error:
-            self._row(case, world_size, verdict="not applicable", detail=failed.message)
-            return
-        if failed is not None or not outcome_path(self._root, training).exists():
-            detail = "the processes ended" if failed is None else f"{failed.type}: {failed.message}"
-            self._row(case, world_size, verdict="failed", detail=detail)
-            return
+            return row(verdict="not applicable", detail=failed.message)
+        if failed is not None or not training.outcome.exists():
+            return row(verdict="failed", detail=_describe(failed, "the processes ended"))
         if case.guarantee == "rounding":
-            self._judge_plain(case, training)
-            return
-        if training.noted:
-            steps = read_steps(self._root, training, synchronous=case.guarantee != "convergence")
-        else:
-            steps = read_recorded_steps(directory_of(self._root, training).metrics)
+            return _judge_plain(row, training)
+        if case.guarantee == "reference":
+            return _judge_weights(row, training, self._training(f"{training.name}-simulated"), "simulated")
         if case.guarantee == "bits" and not training.noted:
-            self._judge_weights(case, training, self._training(_ALONE), "on one process")
-        elif case.guarantee == "bits":
-            difference = first_difference(steps, alone)
-            verdict = "equal" if difference is None else "diverged"
-            self._row(case, world_size, verdict=verdict, divergence=difference)
-        elif case.guarantee == "reference":
-            self._judge_weights(case, training, self._training(f"{training.name}-simulated"), "simulated")
-        elif case.guarantee == "convergence":
-            progress = converges(steps, read_steps(self._root, self._training(_LONG)))
-            verdict = "within" if progress.ok else "diverged"
-            self._row(case, world_size, verdict=verdict, detail=str(progress))
-        elif margins is None:
-            detail = f"there is no run in float64 to compare with: {self._why_no_double()}"
-            self._row(case, world_size, verdict="failed", detail=detail)
+            return _judge_weights(row, training, self._training(_ALONE), "on one process")
+        if training.noted:
+            steps = read_steps(training, synchronous=case.guarantee != "convergence")
         else:
-            measured = measure(steps, margins)
-            self._row(
-                case,
-                world_size,
-                verdict="within" if measured.divergence is None else "diverged",
-                divergence=measured.divergence,
-                distance=measured.distance,
-                tolerance=measured.tolerance,
-            )
-
-    def _judge_plain(self, case: StrategyCase, training: Training) -> None:
-        """Judge the distance of the weights that one process saved from those of a loop in plain PyTorch."""
-        outcome = json.loads(outcome_path(self._root, training).read_bytes())
-        distance = math.inf if outcome["distance"] is None else outcome["distance"]
-        tolerance = PLAIN_TOLERANCES["float64" if outcome["double"] else "float32"]
-        divergence = None
-        if distance > tolerance:
-            detail = f"{distance:.2e} from plain PyTorch, the farthest, where {tolerance:.0e} is allowed"
-            steps = training.options["max_steps"]
-            divergence = Divergence(step=steps, what="weight", tensor=outcome["tensor"], detail=detail)
-        self._row(
-            case,
-            training.world_size,
-            verdict="within" if divergence is None else "diverged",
-            detail="" if outcome["double"] else "compared in float32",
-            divergence=divergence,
-            distance=distance,
-            tolerance=tolerance,
-        )
-
-    def _judge_weights(self, case: StrategyCase, training: Training, reference: Training, where: str) -> None:
-        """Compare only the final weights with those of a run or a simulation."""
-        if not outcome_path(self._root, reference).exists():
-            failed = failure(self._root, reference)
-            reason = "" if failed is None else f": {failed.type}: {failed.message}"
-            self._row(case, training.world_size, verdict="failed", detail=f"its simulation failed{reason}")
-            return
-        paths = (outcome_path(self._root, each) for each in (training, reference))
-        actual, expected = (json.loads(path.read_bytes())["model_sha256"] for path in paths)
-        detail = "" if actual == expected else f"weights {actual[:12]}, {where} {expected[:12]}"
-        verdict = "equal" if actual == expected else "diverged"
-        self._row(case, training.world_size, verdict=verdict, detail=detail)
+            steps = read_recorded_steps(training.run.metrics)
+        if case.guarantee == "bits":
+            difference = first_difference(steps, alone)
+            return row(verdict="equal" if difference is None else "diverged", divergence=difference)
+        if case.guarantee == "convergence":
+            is_falling, detail = converges(steps, read_steps(self._training(_LONG)))
+            return row(verdict="within" if is_falling else "diverged", detail=detail)
+        if margins is None:
+            why = _describe(self._training(_DOUBLE).failure, "it did not finish")
+            return row(verdict="failed", detail=f"there is no run in float64 to compare with: {why}")
+        measured = measure(steps, margins)
+        return row(verdict="within" if measured.divergence is None else "diverged", **measured._asdict())
 
     def _locate_divergent_modules(self, trainings: Sequence[Training]) -> None:
         """Train again up to the first step whose loss differs, and find the module."""
@@ -484,24 +353,42 @@ class _Verification:
                 repeated = replace(training, name=f"{training.name}-forward", reference=None, forward_step=step)
                 repetitions.setdefault(training.world_size, []).append((repeated, row, row.divergence))
                 references[step] = self._training(f"{_ALONE}-forward-{step}", forward_step=step)
-        self._groups.train([*references.values()])
+        self._train([*references.values()])
         for trainings_of_world in repetitions.values():
-            self._groups.train([training for training, _, _ in trainings_of_world])
+            self._train([training for training, _, _ in trainings_of_world])
             for training, row, divergence in trainings_of_world:
                 alone = references[divergence.step]
-                located = first_forward(self._root, training, alone, divergence, tolerance=row.tolerance)
-                self._rows[row.world_size, row.method] = replace(row, divergence=located)
-
-    def _warnings(self) -> list[LintWarning]:
-        path = lints_path(self._root)
-        if not path.exists():
-            return []
-        return [LintWarning(**warning) for warning in json.loads(path.read_bytes())]
+                self._add(replace(row, divergence=first_forward(training, alone, divergence, tolerance=row.tolerance)))
 
 
-def _is_judged(training: Training) -> bool:
-    """Return whether the training is of a case, and not the reference of another."""
-    return training.simulation is None or training.reference is not None
+@contextmanager
+def _progress(trainings: Sequence[Training], tell: Tell) -> Iterator[None]:
+    """Report each finished training of a group."""
+    ended, remaining = threading.Event(), list(trainings)
+
+    def watch() -> None:
+        has_ended = False
+        while not has_ended:
+            has_ended = ended.wait(_POLL_S)
+            while remaining and remaining[0].done(0).exists():
+                tell(f"  {remaining.pop(0).name} has finished")
+
+    thread = threading.Thread(target=watch, name="paceline-verify-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _tail(logs: Sequence[Path]) -> str:
+    """Return the end of the output of the first process that printed anything."""
+    for log in logs:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+        if lines:
+            return "".join(f"\n  {line}" for line in lines[-TAIL_LINES:])
+    return ""
 
 
 def _in_double(training: Training) -> Training:
@@ -518,11 +405,39 @@ def _lengthen(training: Training, times: int = 1) -> Training:
     return replace(training, options=options, reference=None)
 
 
-def _raise(failed: FailureRecord | None) -> None:
-    if failed is None:
-        raise LaunchError("the run on one process ended without a result; see its output above.")
-    if failed.user_error:
-        raise UserError(failed.message)
-    lines = failed.traceback.rstrip().splitlines()[-TAIL_LINES:]
-    text = "".join(f"\n  {line}" for line in lines)
-    raise LaunchError(f"the task fails even on one process: {failed.type}: {failed.message}{text}")
+def _row_of(case: StrategyCase, world_size: int) -> partial[CaseResult]:
+    return partial(CaseResult, method=case.name, world_size=world_size, guarantee=case.guarantee)
+
+
+def _judge_plain(row: partial[CaseResult], training: Training) -> CaseResult:
+    """Judge the distance of the weights that one process saved from those of a loop in plain PyTorch."""
+    outcome = json.loads(training.outcome.read_bytes())
+    distance = math.inf if outcome["distance"] is None else outcome["distance"]
+    tolerance = PLAIN_TOLERANCES["float64" if outcome["double"] else "float32"]
+    divergence = None
+    if distance > tolerance:
+        detail = f"{distance:.2e} from plain PyTorch, the farthest, where {tolerance:.0e} is allowed"
+        steps = training.options["max_steps"]
+        divergence = Divergence(step=steps, what="weight", tensor=outcome["tensor"], detail=detail)
+    return row(
+        verdict="within" if divergence is None else "diverged",
+        detail="" if outcome["double"] else "compared in float32",
+        divergence=divergence,
+        distance=distance,
+        tolerance=tolerance,
+    )
+
+
+def _judge_weights(row: partial[CaseResult], training: Training, reference: Training, where: str) -> CaseResult:
+    """Compare only the final weights with those of a run or a simulation."""
+    if not reference.outcome.exists():
+        reason = _describe(reference.failure, "")
+        return row(verdict="failed", detail="its simulation failed" + (f": {reason}" if reason else ""))
+    actual, expected = (json.loads(each.outcome.read_bytes())["model_sha256"] for each in (training, reference))
+    if actual == expected:
+        return row(verdict="equal")
+    return row(verdict="diverged", detail=f"weights {actual[:12]}, {where} {expected[:12]}")
+
+
+def _describe(failed: FailureRecord | None, otherwise: str) -> str:
+    return otherwise if failed is None else f"{failed.type}: {failed.message}"

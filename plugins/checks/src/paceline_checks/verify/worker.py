@@ -8,12 +8,13 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from io import StringIO
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import msgspec
 import torch
@@ -39,25 +40,14 @@ from paceline.parallel.world import choose_device
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.checkpoint_store import newest_verified
 from paceline.runs.directory import RunDirectory
-from paceline.runs.failures import read_failure, record_failure
+from paceline.runs.failures import record_failure
 from paceline.torch_internals import tree_leaves, tree_map
 from paceline.training.control import StopSignals
 from paceline.training.loaded_model import read_checkpoint
 from paceline.training.reproducibility import configure_numerics, preserve_numerics
 from paceline.training.run_context import RunContext, RunRequest, setup_run
 from paceline.training.worker import run
-from paceline_checks.verify.cases import (
-    GroupPlan,
-    Training,
-    directory_of,
-    done_path,
-    forward_path,
-    is_done,
-    lints_path,
-    outcome_path,
-    tensors_path,
-    trace_path,
-)
+from paceline_checks.verify.cases import GroupPlan, Training
 from paceline_checks.verify.lint import lint
 from paceline_checks.verify.plain import AVERAGE
 
@@ -105,23 +95,21 @@ class ReferenceWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._tensors: dict[str, torch.Tensor] = {}
+        self._sums: defaultdict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))  # of squares, and their number
 
     def add(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor of the step: a "gradient" or a "weight"."""
         value = tensor.detach().cpu().double().clone(memory_format=torch.contiguous_format)
         self._tensors[f"{kind}/{name}"] = value
+        total, count = self._sums[kind]
+        self._sums[kind] = total + float(value.square().sum()), count + value.numel()
 
     def end_step(self, step: int) -> None:
         """Write the step's tensors, and the root mean square of each kind."""
-        kinds: dict[str, list[torch.Tensor]] = {}
-        for key, value in self._tensors.items():
-            kinds.setdefault(key.partition("/")[0], []).append(value)
-        rms = {
-            kind: repr(math.sqrt(sum(float(v.square().sum()) for v in values) / max(1, sum(v.numel() for v in values))))
-            for kind, values in kinds.items()
-        }
+        rms = {kind: repr(math.sqrt(total / max(1, count))) for kind, (total, count) in self._sums.items()}
         save_file(self._tensors, self._directory / f"step-{step}.safetensors", metadata=rms)
-        self._tensors = {}
+        self._tensors.clear()
+        self._sums.clear()
 
 
 class ReferenceReader:
@@ -130,9 +118,6 @@ class ReferenceReader:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._step = 0
-        self._file: Any = None
-        self._names: frozenset[str] = frozenset()
-        self._rms: Mapping[str, float] = {}
 
     def distance(self, step: int, kind: str, name: str, tensor: torch.Tensor) -> float | None:
         """Return the distance of a tensor from the reference's; None if the reference does not have it.
@@ -141,22 +126,16 @@ class ReferenceReader:
         (a bias whose gradient is zero except for rounding), of all its tensors of this kind.
         """
         if step != self._step:
-            self._open(step)
+            self._step = step
+            path = self._directory / f"step-{step}.safetensors"
+            # If the reference failed before, the report says so.
+            self._file: Any = safe_open(path, framework="pt") if path.exists() else None
+            self._names = frozenset() if self._file is None else frozenset(self._file.keys())  # type: ignore[no-untyped-call]
         key = f"{kind}/{name}"
         if key not in self._names:
             return None
-        expected: torch.Tensor = self._file.get_tensor(key)
-        return _distance(tensor.detach().cpu().double(), expected, self._rms.get(kind, 0.0))
-
-    def _open(self, step: int) -> None:
-        self._step = step
-        self._names = frozenset()
-        path = self._directory / f"step-{step}.safetensors"
-        if not path.exists():
-            return  # the reference failed before, and the report says so
-        self._file = safe_open(path, framework="pt")
-        self._names = frozenset(self._file.keys())
-        self._rms = {kind: float(text) for kind, text in (self._file.metadata() or {}).items()}
+        rms = float((self._file.metadata() or {}).get(kind, 0.0))
+        return _distance(tensor.detach().cpu().double(), self._file.get_tensor(key), rms)
 
 
 def _rms(tensor: torch.Tensor) -> float:
@@ -361,22 +340,16 @@ def _projection(tensor: torch.Tensor) -> float:
     return float(tensor.cpu().double().reshape(-1) @ signs)
 
 
-# --- Simulation of a case that is compared with its own reference, in one process ---
-
-
-class Simulation(Protocol):
-    """A function that trains in this process like several ranks, one rank's part after the other."""
-
-    def __call__(self, run: RunContext, world_size: int) -> Mapping[str, torch.Tensor]:
-        """Return the model's state after the last step of the real run, as one process would save it."""
-
-
 # --- A rank of a group that trains one run after another: ``python -m paceline_checks.verify.worker
 #     PLAN.json``
 #
 # A process takes seconds to start, so a group runs all trainings on its number of processes. Each run starts as
 # with any launcher (:func:`paceline.training.worker.run`), in a process group of its own.
 
+
+Simulation = Callable[[RunContext, int], Mapping[str, torch.Tensor]]
+"""Trains in this process like so many ranks, one rank's part after the other; returns the model's state after the last
+step, as one process would save it."""
 
 _PEERS_TIMEOUT_S = 120.0
 _POLL_S = 0.02
@@ -389,14 +362,12 @@ def main(argv: list[str]) -> int:
     dump_stacks_on_signal()
     plan = msgspec.json.decode(Path(argv[0]).read_bytes(), type=GroupPlan)
     environment = detect_environment()
-    root = Path(plan.root)
     reference = TaskReference(plan.task, parse_assignments(plan.set))
-    if plan.lint:
-        _lint(plan, reference.load())
+    if plan.lint is not None:
+        _lint(plan, reference.load(), Path(plan.lint))
     for training in plan.trainings:
         task = reference.load()  # a new instance: a task may keep the objects that it builds
-        directory = directory_of(root, training)
-        outcome_path(root, training).parent.mkdir(exist_ok=True)
+        training.outcome.parent.mkdir(exist_ok=True)
         try:
             if training.simulation is None:
                 _train(plan, training, task, environment)
@@ -406,45 +377,45 @@ def main(argv: list[str]) -> int:
             return stopped.exit_code
         except Exception as error:
             _log.debug("%s failed", training.name, exc_info=error)
-            record_failure(directory, environment.rank, error)
-        done_path(root, training, environment.rank).touch()
-        if not _can_continue(root, training, environment):
+            record_failure(training.run, environment.rank, error)
+        training.done(environment.rank).touch()
+        if not _can_continue(training):
             break
     return 0
 
 
 def _train(plan: GroupPlan, training: Training, task: Task, environment: Environment) -> None:
-    root, rank = Path(plan.root), environment.rank
+    rank, reference = environment.rank, training.reference
     with ExitStack() as stack:
         instrumentation = Instrumentation(
-            trace=stack.enter_context(trace_path(root, training, rank).open("w")),
+            trace=stack.enter_context(training.trace(rank).open("w")),
             notes_steps=training.noted,
             double=training.double,
-            writer=ReferenceWriter(tensors_path(root, training.name)) if training.double else None,
-            reference=None if training.reference is None else ReferenceReader(tensors_path(root, training.reference)),
+            writer=ReferenceWriter(training.tensors) if training.double else None,
+            reference=None if reference is None else ReferenceReader(replace(training, name=reference).tensors),
         )
         if training.forward_step is not None:
             instrumentation.forward_step = training.forward_step
-            instrumentation.forward = stack.enter_context(forward_path(root, training, rank).open("w"))
-        config = _config(plan, training, task)
+            instrumentation.forward = stack.enter_context(training.forward(rank).open("w"))
         worker_config = WorkerConfig(
-            config=config, explicit_options=frozenset(training.options), quiet=True, supervised=True
+            config=_config(plan, training, task),
+            explicit_options=frozenset(training.options),
+            quiet=True,
+            supervised=True,
         )
         result = run(worker_config, environment, instrument(task, instrumentation))
     if rank == 0:
-        _write(outcome_path(root, training), result)
+        _write(training.outcome, result)
 
 
 def _simulate(plan: GroupPlan, training: Training, task: Task) -> None:
     assert training.simulation is not None
     simulate: Simulation = import_object(training.simulation)
-    root = Path(plan.root)
     config = _config(plan, training, task)
-    directory = directory_of(root, training)
     world_size = int(training.options["nproc"])
     compared_with = training.reference
     if compared_with is not None:
-        if not newest_verified(_checkpoints(root, compared_with)).path:
+        if not newest_verified(replace(training, name=compared_with).run.checkpoints).path:
             training, compared_with = replace(training, double=False), training.float32_reference
         task = instrument(task, Instrumentation(trace=StringIO(), notes_steps=False, double=training.double))
     request = RunRequest(
@@ -457,7 +428,7 @@ def _simulate(plan: GroupPlan, training: Training, task: Task) -> None:
         run_of_ranks, _ = setup_run(
             request,
             None,
-            directory,
+            training.run,
             StopSignals(launched=True),
             device=device,
             world_size=world_size,
@@ -467,17 +438,13 @@ def _simulate(plan: GroupPlan, training: Training, task: Task) -> None:
         weights = simulate(run_of_ranks, world_size)
     document: dict[str, Any] = {"model_sha256": model_sha256(dict(weights))}
     if compared_with is not None:
-        newest = newest_verified(_checkpoints(root, compared_with)).path
+        newest = newest_verified(replace(training, name=compared_with).run.checkpoints).path
         if newest is None:
             raise LaunchError(f"the run {compared_with}, with which it is compared, has failed")
         saved = read_checkpoint(RunDirectory(newest.parent.parent), newest)
         document["tensor"], distance = farthest_tensor(weights, _saved_weights(saved.state))
         document |= {"distance": distance if math.isfinite(distance) else None, "double": training.double}
-    _write(outcome_path(root, training), document)
-
-
-def _checkpoints(root: Path, name: str) -> Path:
-    return RunDirectory(root / name / "run").checkpoints
+    _write(training.outcome, document)
 
 
 def _saved_weights(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -498,30 +465,28 @@ def _config(plan: GroupPlan, training: Training, task: Task) -> ResolvedConfig:
     options["global_batch_size"] = (
         options.get("global_batch_size") or task.defaults.global_batch_size or task.recommended_batch_size()
     )
-    directory = directory_of(Path(plan.root), training)
-    return ResolvedConfig(**{**options, "task": plan.task, "run_dir": str(directory.path)})
+    return ResolvedConfig(**{**options, "task": plan.task, "run_dir": str(training.run.path)})
 
 
-def _lint(plan: GroupPlan, task: Task) -> None:
+def _lint(plan: GroupPlan, task: Task, file: Path) -> None:
     config = _config(plan, plan.trainings[0], task)
     with preserve_numerics():
         configure_numerics(config, config.processes.threads or 1, torch.device("cpu"))
         findings = lint(task, config)
-    _write(lints_path(Path(plan.root)), [asdict(finding) for finding in findings])
+    _write(file, [asdict(finding) for finding in findings])
 
 
-def _can_continue(root: Path, training: Training, environment: Environment) -> bool:
+def _can_continue(training: Training) -> bool:
     """Return whether all ranks can continue: none failed, or all failed with the same user error.
 
     If a rank failed otherwise, its peers may still wait for it: they end, and a new group runs the rest.
     """
     deadline = time.monotonic() + _PEERS_TIMEOUT_S
-    while not is_done(root, training):
+    while not training.is_done:
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)
-    directory = directory_of(root, training)
-    failures = [read_failure(directory.error_of(rank)) for rank in range(environment.world_size)]
+    failures = training.failures
     return not any(failures) or all(f is not None and f.user_error for f in failures)
 
 
