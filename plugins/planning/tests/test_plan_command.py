@@ -47,6 +47,8 @@ def test_64_billion_parameters_on_a_laptop(run_processes: Any) -> None:
 def test_the_table_is_for_people(run_processes: Any) -> None:
     done = run_processes.paceline("plan", "fashion-mnist", "--gpus", "2", "--gpu-memory", "8GiB")
     assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("strategy", "ddp", "fsdp"))]
+    assert [row[-1] for row in rows[:3]] == ["fits", "yes", "yes"], "no column is cut"
     assert "fsdp is advised against: below 100 million parameters" in done.stdout
     assert done.stdout.splitlines()[-1] == "paceline train fashion-mnist --nproc 2"
 

@@ -34,12 +34,7 @@ from paceline_checks.fault_injection import Fault, FaultInjector, Injection, Kin
 
 @dataclass(frozen=True)
 class KindReport:
-    """Counts and recovery times of the faults of one kind.
-
-    Attributes:
-        planned, injected, recovered: counts; a fault is not injected if the run ends first.
-        p50_s, p99_s: time from the fault to the recovery.
-    """
+    """Counts of the faults of one kind, of which some are not injected if the run ends first, and times to recover."""
 
     kind: Kind
     planned: int
@@ -57,21 +52,15 @@ class Capacity:
         needed_s: training time of the run without faults.
         available_s: training time of the run under faults, each second weighted by the share of the
             fault-free run's processors that the surviving workers could use.
+        goodput: the ratio of both; close to 1 if faults cost no more than the workers that they killed.
+        lost_s_per_fault: beyond the lost capacity.
     """
 
     needed_s: float
     available_s: float
     faults: int
-
-    @property
-    def goodput(self) -> float | None:
-        """Return ``needed_s / available_s``; close to 1 if faults cost no more than the workers that they killed."""
-        return self.needed_s / self.available_s if self.available_s > 0 else None
-
-    @property
-    def lost_s_per_fault(self) -> float | None:
-        """Return the time lost per fault beyond the lost capacity."""
-        return (self.available_s - self.needed_s) / self.faults if self.faults else None
+    goodput: float | None
+    lost_s_per_fault: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +69,6 @@ class ChaosReport:
 
     Attributes:
         repeated_steps: recomputed because all their holders were lost.
-        audit: verdict of the audit; "" if there was none.
         leaks: what the run under faults left behind in ``/dev/shm`` and in its temporary directory.
         clean_sha256, chaos_sha256: of the final models; None if the run did not finish.
     """
@@ -105,7 +93,6 @@ class ChaosReport:
 
     @property
     def same_model(self) -> bool:
-        """Return whether the final models are bitwise equal."""
         return self.chaos_sha256 == self.clean_sha256
 
     @property
@@ -133,17 +120,10 @@ class ChaosReport:
 
     @property
     def ok(self) -> bool:
-        """Return whether all faults were injected and recovered from, the audit is clean and the models are equal."""
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:
-        document = asdict(self)
-        if self.capacity is not None:
-            document["capacity"] |= {
-                "goodput": self.capacity.goodput,
-                "lost_s_per_fault": self.capacity.lost_s_per_fault,
-            }
-        return {"ok": self.ok, "problems": list(self.problems), "same_model": self.same_model, **document}
+        return {"ok": self.ok, "problems": list(self.problems), "same_model": self.same_model, **asdict(self)}
 
 
 def kind_reports(planned: Sequence[Kind], injected: Sequence[tuple[Kind, float | None]]) -> tuple[KindReport, ...]:
@@ -182,7 +162,9 @@ def capacity(clean: Timeline, chaos: Timeline, *, nproc: int, processors: float,
     available -= sum(
         i.seconds * min(sizes.get(i.end, nproc), processors) for i in chaos.interruptions if i.cause == "gathering"
     )
-    return Capacity(clean.goodput.active_s, available / min(nproc, processors), faults)
+    needed_s, available_s = clean.goodput.active_s, available / min(nproc, processors)
+    goodput = needed_s / available_s if available_s > 0 else None
+    return Capacity(needed_s, available_s, faults, goodput, (available_s - needed_s) / faults if faults else None)
 
 
 # --- Run the task once without and once with faults, and compare ---
@@ -294,14 +276,12 @@ def _report(
     nproc = _nproc(config)
     expected, result = clean.read_result(), faulty.read_result()
     assert expected is not None
-    audited, verdict = None, ""
     try:
         audited = audit(faulty)
-        verdict = audited.verdict
+        verdict, is_clean, epochs, repeated = audited.verdict, audited.clean, audited.epochs, audited.recomputed_steps
     except RunDirectoryError as error:
-        verdict = str(error)
-    epochs = audited.epochs if audited is not None else ()
-    history = timeline(faulty.read_events(), repeated_steps=audited.recomputed_steps if audited is not None else 0)
+        verdict, is_clean, epochs, repeated = str(error), False, (), 0
+    history = timeline(faulty.read_events(), repeated_steps=repeated)
     used = None
     if result is not None:
         share = Environment(world_size=nproc, local_world_size=nproc)
@@ -320,7 +300,7 @@ def _report(
         repeated_steps=history.goodput.repeated_steps,
         samples_lost=sum(epoch.never for epoch in epochs),
         samples_duplicated=sum(epoch.repeated for epoch in epochs),
-        audit_clean=audited is not None and audited.clean,
+        audit_clean=is_clean,
         audit=verdict,
         leaks=tuple(map(str, leaks)),
         capacity=used,

@@ -33,11 +33,9 @@ class WriteFaults:
         return {WRITE_FAULTS: str(self.file.absolute())}
 
     def arm(self, kind: Literal["enospc", "eio"]) -> None:
-        """Make writes fail from now on."""
         write_atomically(self.file, kind.encode())
 
     def disarm(self) -> None:
-        """Let writes succeed again; does nothing if they already do."""
         self.file.unlink(missing_ok=True)
 
 
@@ -59,30 +57,20 @@ def intact(directory: Path, damaged: Collection[tuple[str, int]]) -> list[Path]:
     return found
 
 
-def flip_bit(checkpoint: Path, choice: int) -> str:
-    """Flip one bit of one file, and return a description."""
-    path = _file(checkpoint, choice)
+def damage(checkpoint: Path, kind: Literal["bitflip", "truncate"], choice: int) -> str:
+    """Flip one bit of one file, or truncate it, and return a description."""
+    files = sorted(path for path in checkpoint.iterdir() if path.stat().st_size)
+    path = files[choice % len(files)]
     position = (choice >> 8) % path.stat().st_size
     with path.open("r+b") as file:
+        if kind == "truncate":
+            file.truncate(position)
+            return f"{checkpoint.name}/{path.name} after byte {position:,}"
         file.seek(position)
         (byte,) = file.read(1)
         file.seek(position)
         file.write(bytes([byte ^ 1 << choice % 8]))
-    return f"bit {choice % 8} of byte {position:,} of {checkpoint.name}/{path.name}"
-
-
-def truncate(checkpoint: Path, choice: int) -> str:
-    """Truncate one file, and return a description."""
-    path = _file(checkpoint, choice)
-    length = (choice >> 8) % path.stat().st_size
-    with path.open("r+b") as file:
-        file.truncate(length)
-    return f"{checkpoint.name}/{path.name} after byte {length:,}"
-
-
-def _file(checkpoint: Path, choice: int) -> Path:
-    files = sorted(path for path in checkpoint.iterdir() if path.stat().st_size)
-    return files[choice % len(files)]
+        return f"bit {choice % 8} of byte {position:,} of {checkpoint.name}/{path.name}"
 
 
 # --- Planning: a pure function of the seed, so that a run under faults can be repeated ---
@@ -214,21 +202,12 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 @dataclass
 class Injection:
-    """An injected fault.
-
-    Attributes:
-        step: last known number of finished steps.
-        at: Unix time of the injection.
-        generation: of the group of workers that was hit.
-        recovered_at: Unix time; None until the run has recovered.
-    """
+    """An injected fault: at a Unix time, when so many steps were known to be finished."""
 
     fault: Fault
     step: int
     at: float
-    what: str
     pids: tuple[int, ...]
-    generation: int
     recovered_at: float | None = None
 
     @property
@@ -274,7 +253,7 @@ class FaultInjector:
         if any(i.recovered_at is None and (i.fault.kind != "join" or not missing) for i in self.injected):
             return
         if len(self.injected) == len(self.plan):
-            if missing and self._gathered < status.generation and not self._all_recovered():
+            if missing and not self._all_recovered():
                 self._gather(status)
             return
         fault = self.plan[len(self.injected)]
@@ -283,13 +262,14 @@ class FaultInjector:
         if self._can_inject(fault, status):
             with suppress(ConfigError):  # the run is about to end, and refuses commands
                 self._inject(fault, status)
-        elif missing and self._gathered < status.generation:
+        elif missing:
             self._gather(status)
 
     def _gather(self, status: RunStatus) -> None:
         """Have the agent wait for the workers that the next fault needs, since the run may end before they join."""
-        self._gathered = status.generation
-        self.agent.gather()
+        if self._gathered < status.generation:
+            self._gathered = status.generation
+            self.agent.gather()
 
     def _all_recovered(self) -> bool:
         return all(injection.recovered_at is not None for injection in self.injected)
@@ -322,14 +302,13 @@ class FaultInjector:
             case "bitflip" | "truncate":
                 newest = intact(self.directory.checkpoints, self._damaged)[0]
                 self._damaged.add(identity(newest))
-                damage = flip_bit if fault.kind == "bitflip" else truncate
-                target, pids = damage(newest, fault.choice), _pids(status)
+                target, pids = damage(newest, fault.kind, fault.choice), _pids(status)
                 for worker in status.workers:
                     _send(worker, signal.SIGKILL)
             case "enospc" | "eio":
                 target, pids = "every write of a checkpoint", ()
                 self.write_faults.arm(fault.kind)
-        self.injected.append(Injection(fault, status.step, at, target, pids, status.generation))
+        self.injected.append(Injection(fault, status.step, at, pids))
         self.tell(f"step {status.step}: {fault.kind} {target}")
 
     def _note_recoveries(self, status: RunStatus | None) -> None:

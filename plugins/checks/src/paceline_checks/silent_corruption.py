@@ -60,9 +60,6 @@ class SDCChecker(StepHook):
     The micro-batch and the rank are a function of seed and step. Two numbers travel with the step's sums, so equal
     gradients cost no message. If they differ, every rank recomputes the micro-batch before the sums are used, and the
     majority identifies the wrong ranks.
-
-    Args:
-        run: has the option ``sdc_check_every``.
     """
 
     def __init__(self, run: RunContext, world: World, state: TrainingState, timer: PhaseTimer) -> None:
@@ -195,16 +192,13 @@ def describe(
             "there is no majority: a machine is not to be trusted, or the task is not deterministic."
         )
     others = [rank for rank in range(len(hosts)) if rank not in culprits]
-    names = sorted({hosts[rank] for rank in culprits})
+    names = ", ".join(sorted({hosts[rank] for rank in culprits}))
+    verdict = f"its machine ({names}) is" if len(culprits) == 1 else f"the machines ({names}) are"
     return (
-        f"{_listed(culprits)} computed another gradient for {what} than {_listed(others)}: "
-        f"{'its machine' if len(culprits) == 1 else 'the machines'} ({', '.join(names)}) "
-        f"{'is' if len(culprits) == 1 else 'are'} not to be trusted."
+        f"{_listed(culprits)} computed another gradient for {what} than {_listed(others)}: {verdict} not to be trusted."
     )
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    numbers = [str(rank) for rank in ranks]
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json as json_module
 import re
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
-from rich.table import Table
 
 from paceline.core.errors import ConfigError
-from paceline.core.output import Console
+from paceline.core.output import Console, ListTable
 from paceline.core.task_loading import TaskReference, parse_assignments
 
 if TYPE_CHECKING:
@@ -99,25 +99,19 @@ def _show(result: Plan) -> None:
         f"{cluster.flops_per_s / 1e12:g} TFLOP/s and {cluster.bandwidth / 1e9:g} GB/s\n"
     )
     unit, unit_bytes = ("GiB", 2**30) if whole.parameter_bytes >= 2**30 else ("MiB", 2**20)
-    table = Table(box=None, header_style="bold", pad_edge=False, title_justify="left")
-    table.add_column("strategy", no_wrap=True)
-    table.add_column("", min_width=len("allreduce,"))
-    titles = ("params", "grads", "optim.", "activ.", "temp.", f"{unit} per rank", "GB sent")
-    for title in (*titles, "seconds"):
-        table.add_column(title, justify="right")
-    table.add_column("limited by", no_wrap=True)
-    table.add_column("fits")
+    texts, sizes = ("strategy", "", "limited by"), (">params", ">grads", ">optim.", ">activ.", ">temp.")
+    table = ListTable(*texts[:2], *sizes, f">{unit}/rank", ">GB sent", ">seconds", texts[2], "fits", folds=texts)
+    table.box = None  # one space between columns: all of them fit
     families: dict[str, list[PlanRow]] = {}
     for row in result.rows:
         families.setdefault(row.layout.family, []).append(row)
     shown = [result.chosen if result.chosen in rows else rows[0] for rows in families.values()]
     for row in shown:
-        held = row.memory
-        sizes = (held.parameters, held.gradients, held.optimizer, held.activations, held.temporary, held.total)
-        table.add_row(
+        held = (*dataclasses.astuple(row.memory), row.memory.total)
+        table.add(
             f"{row.layout.name}" + ("" if row.layout.in_paceline else "*"),
             ", ".join(_settings(row)),
-            *(_number(size / unit_bytes) for size in sizes),
+            *(_number(size / unit_bytes) for size in held),
             _number(row.timing.sent_bytes / 1e9),
             f"{row.timing.step_s:.3g}",
             row.timing.limited_by,
@@ -139,8 +133,8 @@ def _show(result: Plan) -> None:
     if any(row.layout.mixed_precision for row in shown):
         console.print("gathers: fsdp gathers layers in half precision (--fsdp-mixed-precision).")
     if result.chosen is not None and result.chosen.layout.family == "fsdp":
-        held = result.chosen.memory
-        saved = _number((held.parameters + held.optimizer) / unit_bytes)
+        memory = result.chosen.memory
+        saved = _number((memory.parameters + memory.optimizer) / unit_bytes)
         console.print(f"While a checkpoint is saved, each process needs another {saved} {unit} of its host.")
     else:
         saved = _number((whole.parameter_bytes + whole.optimizer_bytes) / unit_bytes)
