@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.core.ownership import SHARED_MEMORY, Owner, leftovers, remove_leftovers
-from paceline_maintenance.gc_command import gc
+from paceline_maintenance.gc import gc
 
 # The worker is one of multiprocessing's, as torch's data workers are; it holds a name of torch's for shared memory.
 TRAINER = """

@@ -23,8 +23,7 @@ from paceline.core.errors import ConfigError, PackageError, RunDirectoryError
 from paceline.runs.checkpoint_manifest import MANIFEST, write_file
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package_registry import PackageReference, Registry
-from paceline_maintenance.gc import packages_in, remove, runs_in
-from paceline_maintenance.gc_command import gc
+from paceline_maintenance.gc import gc, packages_in, remove, runs_in
 from paceline_pages.run_status import find_runs
 
 DAY_S = 86400.0
@@ -209,7 +208,7 @@ def test_links_are_not_followed(found: Callable[..., dict[str, Any]], tmp_path: 
 KILLED = """
 import os, shutil, signal
 from pathlib import Path
-from paceline_maintenance.gc_command import gc
+from paceline_maintenance.gc import gc
 shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 gc(Path("runs"), keep_last=1, yes=True)
 """

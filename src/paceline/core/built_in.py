@@ -157,7 +157,7 @@ COMMANDS: Mapping[str, CliCommand] = {
     ),
     "deploy": CliCommand("Serve", "paceline_serving.deploy_command:deploy", "Replace the package of a running server."),
     "predict": CliCommand("Serve", "paceline_serving.predict_command:predict", "Predict with a package or a server."),
-    "gc": CliCommand("Keep clean", "paceline_maintenance.gc_command:gc", "Remove old runs and packages."),
+    "gc": CliCommand("Keep clean", "paceline_maintenance.gc:gc", "Remove old runs and packages."),
     "checkpoint": CliCommand(
         "Keep clean", "paceline_maintenance.checkpoint_command:app", "List, verify and remove a run's checkpoints."
     ),

@@ -82,7 +82,9 @@ def doctor(
         json: Print the report as one line of JSON.
     """
     if horovod:
-        return _show_horovod(python or sys.executable, json=json)
+        build = import_object(PARTS["doctor --horovod"])(python or sys.executable)
+        print(json_module.dumps(dataclasses.asdict(build)) if json else build.text)
+        return 0
     if task:
         check_spec(task)
     launcher = get_launcher(on if on not in LOCAL_LAUNCHERS else "spawn")
@@ -96,6 +98,9 @@ def doctor(
         of_job = defaults.job_options(None)
         cpus_per_task = of_job.cpus_per_task if cpus_per_task is None else cpus_per_task
         env = env or of_job.env
+    checkpoint_bytes = None if checkpoint_size is None else parse_size(checkpoint_size)
+    if checkpoint_size is not None and checkpoint_bytes is None:
+        raise ConfigError(f"--checkpoint-size must be such as 500MB or 2GiB, but is {checkpoint_size!r}.")
     if keep_checkpoints < 1 or (gpus_per_node or 0) < 0:
         raise ConfigError("--keep-checkpoints and --gpus-per-node must be positive numbers.")
     (least, most), counts = launcher.resolve_sizes(parse_nodes(nodes), parse_nproc(nproc), options)
@@ -118,7 +123,7 @@ def doctor(
         gpus_per_node=gpus_per_node,
         interface=interface,
         keep=keep_checkpoints,
-        checkpoint_bytes=None if checkpoint_size is None else _size(checkpoint_size),
+        checkpoint_bytes=checkpoint_bytes,
         timeout_s=parse_duration_s(timeout, "timeout"),
     )
     if is_local and least > 1 and "node_rank" not in own:
@@ -190,32 +195,18 @@ def _show(report: PreflightReport, *, json: bool) -> int:
     if json:
         print(json_module.dumps(report.to_json()))
         return int(report.status == "fail")
-    from rich.markup import escape
-    from rich.table import Table
+    from rich.text import Text
 
-    from paceline.core.output import Console
+    from paceline.core.output import Console, ListTable
 
-    console, table = Console(highlight=False), Table("check", "", "where", "found", "advice")
+    console = Console(highlight=False)
+    table = ListTable("check", "", "where", "found", "advice", folds=("where", "found", "advice"))
     for check in report.checks:
-        status = f"[{_STYLES[check.status]}]{check.status}[/]"
-        advice = f"{check.advice}." if check.advice else ""
-        table.add_row(check.id, status, *map(escape, (check.where, check.found, advice)))
+        status = Text(check.status, _STYLES[check.status])
+        table.add(check.id, status, check.where, check.found, f"{check.advice}." if check.advice else "")
     console.print(table)
-    counts: Counter[str] = Counter(check.status for check in report.checks)
+    counts = Counter(check.status for check in report.checks)
     machines = f"{len(report.machines)} node{'s' if len(report.machines) > 1 else ''}"
-    parts = [f"{counts['pass']} passed"]
-    parts += [f"{counts[status]} {word}" for status, word in (("warn", "warned"), ("fail", "failed")) if counts[status]]
+    parts = [f"{counts[status]} {status}ed" for status in _STYLES if counts[status] or status == "pass"]
     console.print(f"{machines}: {', '.join(parts)}.", style=_STYLES[report.status])
     return int(report.status == "fail")
-
-
-def _show_horovod(python: str, *, json: bool) -> int:
-    build = import_object(PARTS["doctor --horovod"])(python)
-    print(json_module.dumps(dataclasses.asdict(build)) if json else build.text)
-    return 0
-
-
-def _size(text: str) -> int:
-    if (size := parse_size(text)) is None:
-        raise ConfigError(f"--checkpoint-size must be such as 500MB or 2GiB, but is {text!r}.")
-    return size

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.core.built_in import PACKAGES
 from paceline.core.errors import PurityError, join_names
 from paceline.core.task import Loss, Task
-from paceline.data.samples import Loader, MicroBatch, SampleCheck, preserve_rng_state, seed_everything
+from paceline.data.samples import MicroBatch, SampleCheck, preserve_rng_state, seed_everything
 from paceline.parallel.sharded_state import local_shard
 from paceline.parallel.strategy import ReducerStrategy, Strategy
 from paceline.parallel.world import World
@@ -50,13 +50,11 @@ from paceline.training.hooks import RunHook, StepHook
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState
 from paceline.training.state_manager import StateManager
-from paceline.training.step import MicrobatchRunner
 from paceline_checks.impurities import Impurity, impurity
 from paceline_checks.options import CheckOptions
 
 _log = logging.getLogger(__name__)
 
-_AT_FIRST = " than those with which the run began"
 _DEPENDS = "depend on the number of processes, or on a restart:"
 _REMEDIES = "What a task may do, and the remedies: docs/what-a-task-may-do.md."
 _EVERY_S = 60.0  # after the first checks, a process checks at most so often,
@@ -199,8 +197,6 @@ def compute_twice(
     """Compute a micro-batch twice, and return what differs; the plain attributes keep their values.
 
     Args:
-        task: with attributes that must not change.
-        optimizers: with options that must not change.
         parameters: the bits of the model's before.
         compute: computes the micro-batch's loss and gradients, each time from the same random keys and buffers.
     """
@@ -301,11 +297,12 @@ class PurityRecord:
         """Whether this rank found something that the others do not know."""
         return bool(self._pending)
 
-    def add(self, found: Impurity) -> None:
+    def add(self, *found: Impurity) -> None:
         """Keep what this rank found, until the ranks settle it together."""
-        key = found.kind, found.about
-        if key not in self._known:
-            self._pending.setdefault(key, found)
+        for each in found:
+            key = each.kind, each.about
+            if key not in self._known:
+                self._pending.setdefault(key, each)
 
     def settle(self, world: World, directory: RunDirectory) -> None:
         """Record what any rank found, and stop or warn; all ranks call this together."""
@@ -341,21 +338,13 @@ class PurityRecord:
 class PurityCheck(StepHook):
     """Checks the first steps of this process, and from time to time another one."""
 
-    def __init__(
-        self,
-        run: RunContext,
-        record: PurityRecord,
-        world: World,
-        state: TrainingState,
-        loader: Loader,
-        runner: MicrobatchRunner,
-    ) -> None:
+    def __init__(self, run: RunContext, record: PurityRecord, group: GroupContext, states: StateManager) -> None:
         self._run = run
         self._record = record
-        self._world = world
-        self._state = state
-        self._loader = loader
-        self._runner = runner
+        self._world = group.world
+        self._runner = group.runner
+        self._state = states.state
+        self._loader = states.loader
         self._parameters: dict[str, int] | None = None
         self._last_sample_check: SampleCheck | None = None
         self._samples = 0  # to report in this step
@@ -375,7 +364,7 @@ class PurityCheck(StepHook):
     def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
         if self._parameters is not None:
             self._record.checks["forward"] += 1
-            self._add(changed_parameters(self._state.module, self._parameters))
+            self._record.add(*changed_parameters(self._state.module, self._parameters))
             self._parameters = None
 
     def report(self, flags: ControlFlags) -> ControlFlags:
@@ -399,7 +388,7 @@ class PurityCheck(StepHook):
             purity.checks["data"] = 1
         is_other = not flags.impure and flags.samples_fingerprint not in (0, progress.data_fingerprint)
         if is_other:
-            self._add([self._other_data(between_ranks=flags.samples_fingerprint < 0)])
+            purity.add(self._other_data(between_ranks=flags.samples_fingerprint < 0))
         if is_other or flags.impure:  # the same on all ranks
             purity.settle(self._world, self._run.directory)
         return replace(flags, impure=False, samples_fingerprint=0)
@@ -413,11 +402,13 @@ class PurityCheck(StepHook):
         self._record.checks["samples"] += checked.num_samples
         if (problem := checked.problem) is not None:
             found = impurity(problem.kind, about="sample", what=problem.what)
-            self._add([replace(found, message=f"{type(self._run.data.train).__name__}: {found.message}")])
+            self._record.add(replace(found, message=f"{type(self._run.data.train).__name__}: {found.message}"))
 
     def _other_data(self, *, between_ranks: bool) -> Impurity:
         data = self._run.data
-        who, than = ("two ranks read", "") if between_ranks else ("this process reads", _AT_FIRST)
+        who, than = "two ranks read", ""
+        if not between_ranks:
+            who, than = "this process reads", " than those with which the run began"
         kind = "data" if data.stream is None else "split-stream"
         return impurity(kind, what=f"{type(data.train).__name__}: {who}", than=than)
 
@@ -443,12 +434,9 @@ class PurityCheck(StepHook):
         assert self._parameters is not None
         self._world.progress_tracker.move("forward")
         where = f"micro-batch {microbatch.index} of step {state.progress.step + 1}"
-        self._add(compute_twice(where, run.task, state.module, state.optimizers, self._parameters, compute))
+        found = compute_twice(where, run.task, state.module, state.optimizers, self._parameters, compute)
+        self._record.add(*found)
         self._record.checks["microbatches"] += 1
-
-    def _add(self, found: Iterable[Impurity]) -> None:
-        for each in found:
-            self._record.add(each)
 
 
 # --- Optimizers of which each rank has a part of the parameters ---
@@ -527,10 +515,8 @@ class PurityGuard(RunHook):
 
     def __init__(self, run: RunContext) -> None:
         super().__init__(run)
-        mode = run.config[CheckOptions].purity
-        self.record = PurityRecord(mode)
-        self.checks_samples = mode != "off"
-        self._is_on = mode != "off"
+        self.record = PurityRecord(run.config[CheckOptions].purity)
+        self.checks_samples = self._is_on = run.config[CheckOptions].purity != "off"
 
     def step_hook(self, group: GroupContext, states: StateManager) -> PurityCheck | None:
         """Return the check of a group's steps, unless they overlap."""
@@ -540,7 +526,7 @@ class PurityGuard(RunHook):
             for name, optimizer in states.state.optimizers.items():
                 if couples_parameters(optimizer):
                     self.record.add(impurity("coupled", [f"{name} ({type(optimizer).__name__})"]))
-        return PurityCheck(self.run, self.record, group.world, states.state, states.loader, group.runner)
+        return PurityCheck(self.run, self.record, group, states)
 
     def check_state(self, group: GroupContext, state: TrainingState) -> None:
         """Compare the ranks' replicas, if it is time, and settle what was found; all ranks call this together."""

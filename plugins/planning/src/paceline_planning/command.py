@@ -16,8 +16,7 @@ from paceline.core.task_loading import TaskReference, parse_assignments
 if TYPE_CHECKING:
     from paceline_planning.recommend import Plan, PlanRow
 
-_WIDTH = 110
-"""Width of the table, also if the output is not a terminal."""
+_WIDTH = 110  # of the table, also if the output is not a terminal
 
 Flag = Annotated[bool, Parameter(negative="")]
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}

@@ -156,7 +156,7 @@ def _dimensions(layer: nn.Module, columns: bool) -> dict[str, int]:
 
 Device = Literal["cpu", "cuda"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
-_RECOMPUTED: tuple[Recompute, ...] = ("none", "selective", "block")
+RECOMPUTED: tuple[Recompute, ...] = ("none", "selective", "block")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,7 +398,7 @@ def _trace(
     traces: dict[Variant, MemoryTrace] = {}
     called: list[tuple[str, nn.Module]] = []
     reduced = 0
-    for recompute in _RECOMPUTED:
+    for recompute in RECOMPUTED:
         try:
             with _recomputing(module, recompute, to_the_end=split is not None):
                 for precision in precisions:

@@ -17,7 +17,6 @@ from paceline_planning.model_partition import Activations, ModelPart, Precision,
 # --- How ranks are laid out: sizes of a mesh's axes, and what goes with them ---
 
 
-Schedule = Literal["gpipe", "1f1b"]
 AXES = ("pp", "dp", "fsdp", "tp")
 
 
@@ -42,7 +41,6 @@ class RankLayout:
     tp: int = 1
     zero1: bool = False
     zero_stage: int = 0
-    schedule: Schedule = "1f1b"
     recompute: Recompute = "none"
     mixed_precision: bool = False
 
@@ -53,7 +51,6 @@ class RankLayout:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
         return math.prod(self.axes.values())
 
     @property
@@ -164,7 +161,6 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The peak."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
 
 
@@ -203,7 +199,6 @@ def predict_memory(
     """Return the memory of the rank that needs most.
 
     Args:
-        num_microbatches: S.
         shared_memory: the ranks are CPU processes of one host, and read each other's gradients.
     """
     of_stages = [
@@ -221,11 +216,10 @@ def predict_memory(
 def in_flight(layout: RankLayout, stage: int, num_microbatches: int) -> int:
     """Micro-batches that a stage has forwarded and not yet gone back through, at most.
 
-    GPipe forwards all of them first; under 1F1B, as many as there are stages from this one on (Narayanan et
-    al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2).
+    Under 1F1B, as many as there are stages from this one on (Narayanan et al., "Efficient Large-Scale Language Model
+    Training on GPU Clusters", 2021, section 2.2).
     """
-    micro_batches = -(-num_microbatches // layout.data_ranks)
-    return min(micro_batches, layout.pp - stage if layout.schedule == "1f1b" else micro_batches) if layout.pp > 1 else 1
+    return min(-(-num_microbatches // layout.data_ranks), layout.pp - stage)
 
 
 def _of_rank(
@@ -354,10 +348,7 @@ class Timing:
     """A step of the rank that has most to do.
 
     Attributes:
-        sent_bytes: bytes that it sends.
-        compute_s: arithmetic, at the given speed.
         bubble_s: waiting for the other stages of the pipeline.
-        communication_s: sending, at the given speed.
         step_s: all of it; of arithmetic and sending the longer one where they overlap.
         limited_by: "compute", "bubble" or "communication", whichever is longest.
     """
@@ -413,34 +404,33 @@ def predict_timing(
     flops_per_s: float,
     bandwidth: float,
 ) -> Timing:
-    """Return the time of a step.
-
-    Args:
-        num_microbatches: S.
-        flops_per_s: operations a second that a process really makes.
-        bandwidth: bytes a second that a process sends.
-    """
+    """Return the time of a step, from the operations a process really makes and the bytes it sends a second."""
     micro_batches = -(-num_microbatches // layout.data_ranks)
     stages = parts(m, layout)
     again = m.anatomy.repetition(layout.recompute)
     of_one = [again * part.flops / flops_per_s for part in stages]
     # In a ring, all but its own part, twice.
-    within = [2 * part.reduced_bytes * (layout.tp - 1) // layout.tp * micro_batches for part in stages]
-    between = [(part.received_bytes + part.sent_bytes) * micro_batches for part in stages]
-    over_data = [data_bytes(part, layout, reduction, num_microbatches) for part in stages]
-    busiest = max(range(len(stages)), key=lambda s: within[s] + between[s] + over_data[s])
+    sent = [
+        (
+            2 * part.reduced_bytes * (layout.tp - 1) // layout.tp * micro_batches,
+            (part.received_bytes + part.sent_bytes) * micro_batches
+            + data_bytes(part, layout, reduction, num_microbatches),
+        )
+        for part in stages
+    ]
+    within, others = max(sent, key=sum)
     compute_s = micro_batches * max(of_one)
     # The first micro-batch passes all other stages before the last one, and goes back through them.
     bubble_s = sum(of_one) - max(of_one)
     # What a tensor-parallel group adds up, its ranks wait for.
-    waited_s = within[busiest] / bandwidth
-    aside_s = (between[busiest] + over_data[busiest]) / bandwidth
+    waited_s = within / bandwidth
+    aside_s = others / bandwidth
     # fsdp's exact sums are made while backward waits; the others are sent while it continues.
     apart = layout.fsdp > 1 and reduction == "exact"
     step_s = waited_s + bubble_s + (compute_s + aside_s if apart else max(compute_s, aside_s))
     takes = {"compute": compute_s, "bubble": bubble_s, "communication": waited_s + aside_s}
     return Timing(
-        sent_bytes=within[busiest] + between[busiest] + over_data[busiest],
+        sent_bytes=within + others,
         compute_s=compute_s,
         bubble_s=bubble_s,
         communication_s=takes["communication"],

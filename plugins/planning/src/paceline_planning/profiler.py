@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from paceline.core.files import write_atomically
+from paceline.core.output import ListTable
 from paceline.runs.directory import RunDirectory
 from paceline.runs.monitor import Monitor, PhaseTime
 from paceline.training.group_context import GroupContext
@@ -124,18 +122,9 @@ def _silence_kineto() -> Iterator[None]:
 
 
 def _render(phases: dict[str, PhaseTime], steps: int, trace: str) -> RenderableType:
-    table = Table(
-        title=f"Where a step's time went (mean of {steps} steps on rank 0)",
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    table.add_column("phase")
-    table.add_column("ms a step", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column(width=24)
+    table = ListTable("phase", ">ms a step", ">share", "")
     for name, (seconds, share) in sorted(phases.items(), key=lambda item: -item[1].seconds):
         if seconds > 0:
-            table.add_row(name, f"{seconds / steps * 1e3:.3f}", f"{share:.1%}", ProgressBar(1.0, share, width=24))
-    return Group(table, Text.assemble("Trace for ui.perfetto.dev: ", (trace, "cyan")))
+            table.add(name, f"{seconds / steps * 1e3:.3f}", f"{share:.1%}", Text("━" * round(24 * share), "cyan"))
+    title = Text(f"Where a step's time went (mean of {steps} steps on rank 0)", "bold")
+    return Group(title, table, Text.assemble("Trace for ui.perfetto.dev: ", (trace, "cyan")))

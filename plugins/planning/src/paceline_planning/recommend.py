@@ -13,8 +13,8 @@ from paceline.core.built_in import TASK_PREFIXES
 from paceline.core.config import to_flags
 from paceline.core.errors import ConfigError
 from paceline.core.task import Task
-from paceline_planning.measurement import PRECISIONS, Device, Measurement, measure
-from paceline_planning.model_partition import Precision, Recompute
+from paceline_planning.measurement import PRECISIONS, RECOMPUTED, Device, Measurement, measure
+from paceline_planning.model_partition import Precision
 from paceline_planning.predict import (
     Memory,
     RankLayout,
@@ -33,9 +33,6 @@ HEADROOM = 0.92
 
 _REDUCTIONS: tuple[Reduction, ...] = ("exact", "allreduce")
 
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "block")
-"""From the least recomputation to the most."""
-
 _AS_FAST = 1.1
 """Steps that take up to so many times the shortest count as equally fast: predictions are not more precise."""
 
@@ -49,7 +46,6 @@ class ClusterSpec:
         memory: bytes of each GPU.
         bandwidth: bytes a second that one process sends.
         flops_per_s: operations a second that one process really makes.
-        device: "cpu" for processes without a GPU.
     """
 
     gpus: int
@@ -73,11 +69,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One way to train, and what it takes of the rank that needs most.
-
-    Attributes:
-        in_paceline: False for what is only predicted.
-    """
+    """One way to train, possibly only predicted, and what it takes of the rank that needs most."""
 
     layout: RankLayout
     reduction: Reduction
@@ -88,7 +80,6 @@ class PlanRow:
     in_paceline: bool
 
     def as_json(self) -> dict[str, Any]:
-        """Return the row in bytes and seconds."""
         return {
             "strategy": self.layout.family,
             "mesh": self.layout.axes,
@@ -110,8 +101,7 @@ class Plan:
     Attributes:
         rows: the ways to train, one for each family of layouts, reduction and precision; within a family, the
             one that is preferred is in front.
-        chosen: the recommended row; None if nothing fits.
-        command: the command to start; None if nothing fits.
+        chosen, command: the recommended row, and what to type for it; None if nothing fits.
     """
 
     task: str
@@ -125,7 +115,6 @@ class Plan:
     reasons: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """For ``--json``; bytes and seconds."""
         return {
             "task": self.task,
             "measurement": self.measurement.as_json(),
@@ -150,8 +139,7 @@ def make_plan(
     """Measure the task, predict every strategy, and choose.
 
     Args:
-        name: its name on the command line.
-        assignments: the task's fields, for the command line.
+        name, assignments: the task and its fields on the command line.
         global_batch_size: samples a step; default: the task's, or one a micro-batch where that is fewer.
         microbatches: S; default: the task's where it suffices, else one a process.
 
@@ -244,14 +232,14 @@ def _preference(row: PlanRow, m: Measurement) -> tuple[bool | int, ...]:
     """
     is_large = m.parameters >= SHARDING_PAYS
     is_slow = is_large and row.precision == "fp32"
-    recompute = _RECOMPUTE.index(row.layout.recompute)
+    recompute = RECOMPUTED.index(row.layout.recompute)
     least = (row.reduction == "allreduce", PRECISIONS.index(row.precision), row.layout.mixed_precision != is_large)
     return (not row.fits, is_slow, recompute, *least)
 
 
 def _variants(m: Measurement, machines: ClusterSpec, layout: RankLayout, num_microbatches: int) -> Iterator[PlanRow]:
     shared_memory = machines.device == "cpu" and machines.nodes == 1
-    recomputes = [what for what in _RECOMPUTE if ("fp32", what) in m.anatomy.traces]
+    recomputes = [what for what in RECOMPUTED if ("fp32", what) in m.anatomy.traces]
     for recompute, reduction, precision, mixed in itertools.product(recomputes, _REDUCTIONS, PRECISIONS, (False, True)):
         if layout.zero_stage and (recompute != "none" or reduction == "exact"):
             continue  # DeepSpeed sums by itself
@@ -377,7 +365,7 @@ def _why(m: Measurement, rows: tuple[PlanRow, ...], chosen: PlanRow) -> list[str
     if layout.mixed_precision:
         said.append("fsdp gathers layers in bf16 (--fsdp-mixed-precision), so that autocast copies no weights.")
     if layout.recompute != "none":
-        less = _RECOMPUTE[_RECOMPUTE.index(layout.recompute) - 1]
+        less = RECOMPUTED[RECOMPUTED.index(layout.recompute) - 1]
         way = dataclasses.replace(layout, recompute=less)
         kept = next(row for row in rows if _key(row) == _key(dataclasses.replace(chosen, layout=way)))
         more = 100 * max(0.0, m.anatomy.repetition(layout.recompute) - 1)

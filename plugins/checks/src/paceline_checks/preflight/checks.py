@@ -25,8 +25,7 @@ class Results:
 
     Attributes:
         nodes: number of nodes of the job, including those that never connected.
-        facts: those of :func:`~paceline_checks.preflight.facts.collect`, with ``host``, ``address``, ``interface`` and
-            ``address_problem``.
+        facts: those of :func:`~paceline_checks.preflight.facts.collect` and ``choose_address``, with ``host``.
         absent: why a node is missing, or was lost.
         clock_s: how far a node's clock is ahead of node 0's.
         flows: streams over the interface that will be used, in bytes/s, or the error of the connection.
@@ -51,6 +50,9 @@ class Results:
         host = str(self.facts[node]["host"])
         same = [other for other, own in self.facts.items() if own["host"] == host]
         return host if len(same) == 1 else f"{host} (node {node})"
+
+    def link(self, pair: Pair) -> str:
+        return " -> ".join(map(self.name, pair))
 
     def differing(self, values: Mapping[int, str]) -> str:
         """Return ``1.2 (3 nodes), 1.3 (b)``, the most frequent first."""
@@ -373,7 +375,7 @@ def _network(results: Results) -> Iterator[Check]:
         if isinstance(flow, str):
             advice = "Open TCP ports 1024-65535 between the nodes of a job, or choose another network with --interface"
             found = f"a port that the kernel chose at {results.facts[pair[1]]['address']}: {flow}"
-            yield Check("ports", _pair(results, pair), "fail", found, advice)
+            yield Check("ports", results.link(pair), "fail", found, advice)
     if len(known_rates(results.flows)) == len(results.flows):
         found = "the nodes reach node 0's store, and each other on ports of the kernel's choice"
         yield Check("ports", "all", "pass", found)
@@ -388,7 +390,7 @@ def _network(results: Results) -> Iterator[Check]:
         found = f"{_rate(rate)}; the fastest link has {_rate(rates[-1])}"
         advice = "Check the cable, the switch port, its negotiated speed (ethtool) and other traffic"
         is_very_slow = rate < max(_MIN_RATE, 0.1 * rates[-1])
-        yield Check("bandwidth", _pair(results, pair), "fail" if is_very_slow else "warn", found, advice)
+        yield Check("bandwidth", results.link(pair), "fail" if is_very_slow else "warn", found, advice)
     if rates and not slow:
         found = f"{_rate(rates[0])} to {_rate(rates[-1])}, median {_rate(statistics.median(rates))}, one TCP stream"
         yield Check("bandwidth", "all", "pass", found)
@@ -407,10 +409,6 @@ def _all_reduce(results: Results) -> Iterator[Check]:
     else:
         speed = f"{outcome['bytes'] >> 10} KiB in {outcome['ms']:.1f} ms: {_rate(outcome['bytes_per_s'])} bus bandwidth"
         yield Check("all-reduce", "all", "pass", f"{outcome['backend']}, {outcome['ranks']} ranks, {speed}")
-
-
-def _pair(results: Results, pair: Pair) -> str:
-    return f"{results.name(pair[0])} -> {results.name(pair[1])}"
 
 
 def _slowest(flows: Mapping[Pair, float | str]) -> float:

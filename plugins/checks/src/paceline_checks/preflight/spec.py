@@ -22,7 +22,6 @@ class Check(Struct, frozen=True):
     Attributes:
         where: nodes, a pair of nodes as ``a -> b``, or "all".
         status: "warn": the job will run with a limitation; "fail": it will not run, or not as requested.
-        advice: how to correct it; "" if the check passed.
     """
 
     id: str
@@ -57,10 +56,8 @@ class PreflightSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The requirements of a job on its nodes.
 
     Attributes:
-        run: the run's directory; if it does not exist, its nearest existing parent is checked. None: there is none.
-        task: the task to import; "" for none.
+        run: the run's directory; if it does not exist, its nearest existing parent is checked.
         nproc: processes per node: one number for all nodes, or one for each.
-        gpus_per_node: required usable GPUs per node; None accepts any number.
         interface: network interface to the other nodes; None: the one on the route to node 0.
         keep: number of checkpoints that must fit on the disk.
         checkpoint_bytes: size of one; None: as in the run, else estimated from the task's parameters.

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -236,8 +236,7 @@ def _pairs(context: LintContext, model: Any, samples: Sequence[Any]) -> dict[str
 def check_duplicates(context: LintContext) -> Iterator[Impurity]:
     """Check that a split was not padded with its first samples."""
     for split in ("val", "test"):
-        dataset = context.splits[split]
-        if number := _duplicates(dataset):
+        if number := _duplicates(dataset := context.splits[split]):
             what = f"{number} of the {split} data's {len(dataset)}"
             yield _locate(impurity("duplicated-samples", what=what), context.task.build_dataset)
 
@@ -262,17 +261,15 @@ def check_batch_norm(context: LintContext) -> Iterator[Impurity]:
     task, config, model = context.task, context.config, context.model(training=True)
     norms = {name: child for name, child in model.named_modules() if isinstance(child, BatchNorm)}
     samples = [sample for group in context.groups for sample in group]
-    size = max(
-        config.global_batch_size // config.microbatches,
-        min(config.global_batch_size, task.min_microbatch_size),
-    )
+    batch = config.global_batch_size
+    size = max(batch // config.microbatches, min(batch, task.min_microbatch_size))
     values: dict[str, int] = {}
 
-    def record(name: str, inputs: Sequence[Any]) -> None:
+    def record(name: str, _: nn.Module, inputs: Sequence[Any]) -> None:
         values[name] = int(inputs[0].numel() / inputs[0].shape[1] / len(samples) * size)
 
     for name, child in norms.items():
-        child.register_forward_pre_hook(lambda _, inputs, name=name: record(name, inputs))
+        child.register_forward_pre_hook(partial(record, name))
     if norms and samples:
         context.loss(model, samples)
     least = min(values, key=values.__getitem__, default=None)
@@ -407,12 +404,7 @@ CHECKS: tuple[Callable[[LintContext], Iterator[Impurity]], ...] = (
 
 
 def lint(task: Task, config: ResolvedConfig) -> list[Impurity]:
-    """Return probable mistakes in a task.
-
-    Args:
-        task: an instance that nothing else uses.
-        config: with ``microbatches``, ``global_batch_size`` and ``max_steps``.
-    """
+    """Return probable mistakes in a task, an instance that nothing else uses."""
     context = LintContext(task, config)
     findings: list[Impurity] = []
     for check in CHECKS:
