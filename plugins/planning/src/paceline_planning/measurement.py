@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import psutil
 import torch
@@ -164,13 +164,11 @@ class Measurement:
     """A task's model and one micro-batch; sizes in bytes.
 
     Attributes:
-        microbatch: samples.
         parameters: how many numbers.
         modules: parameter bytes below each of the model's children.
-        halved: of one of two ranks that share its tensors; None if no split of them is known.
-        unsplit: why a model with a known split has none here; None where it has one.
-        degrees: the numbers of ranks that may share them.
-        built_for_real: why fake tensors did not do; None where they did.
+        halved: of one of two ranks that share its tensors, as ``degrees`` of ranks may; None if no split is known.
+        unsplit: why a model with a known split has none here.
+        built_for_real: why fake tensors did not do.
     """
 
     microbatch: int
@@ -186,11 +184,9 @@ class Measurement:
 
     @property
     def whole(self) -> ModelPart:
-        """The whole model, on one rank."""
         return self.anatomy.whole
 
     def as_json(self) -> dict[str, Any]:
-        """Return the measurements for reports."""
         return {
             "microbatch": self.microbatch,
             "parameters": self.parameters,
@@ -212,22 +208,23 @@ def measure(task: Task, microbatch: int, device: Device = "cuda") -> Measurement
     """Build the task's model and run a step of it, on fake tensors where that works.
 
     Args:
-        microbatch: samples that a process computes at once.
         device: where it will be trained: optimizers step several parameters at once on a GPU.
 
     Raises:
         UserError: the task cannot be built; or it needs real tensors, and is too large for this machine.
     """
-    batch = _batch(task, microbatch)
-    fake = FakeTensorMode()
+    batch, fake = _batch(task, microbatch), FakeTensorMode()
     try:
-        return _measure(task, batch, microbatch, device, fake)
+        with fake:
+            on_fake = tree_map_only(torch.Tensor, fake.from_tensor, batch)
+            return _measure(_TracedStep(task, build_task_model(task), on_fake, microbatch), device)
     except UserError:
         raise
     except Exception as error:  # whatever the task's code does that fake tensors cannot
         reason = _first_line(error)
     _require_room(task, fake, reason)
-    return _measure(task, batch, microbatch, device, None, reason)
+    measured = _measure(_TracedStep(task, build_task_model(task), batch, microbatch), device)
+    return dataclasses.replace(measured, built_for_real=reason)
 
 
 def state_bytes(task: Task) -> int:
@@ -244,57 +241,48 @@ def state_bytes(task: Task) -> int:
         return nbytes(module.parameters()) + nbytes(trained) + nbytes(state)
 
 
-def _measure(
-    task: Task,
-    batch: Any,
-    microbatch: int,
-    device: Device,
-    fake: FakeTensorMode | None,
-    reason: str | None = None,
-) -> Measurement:
-    within: AbstractContextManager[Any] = nullcontext() if fake is None else fake
-    with within:
-        module = build_task_model(task)
-        if fake is not None:
-            batch = tree_map_only(torch.Tensor, fake.from_tensor, batch)
-        parameters = list(module.parameters())
-        anatomy = _dissect(task, module, batch, microbatch, device)
-        measured = Measurement(
-            microbatch=microbatch,
-            parameters=sum(parameter.numel() for parameter in parameters),
-            batch_bytes=nbytes(_tensors(batch)),
-            modules={name: nbytes(child.parameters()) for name, child in module.named_children()},
-            frozen=not all(parameter.requires_grad for parameter in parameters),
-            anatomy=anatomy,
-            built_for_real=reason,
-        )
-        found = splitting(task, module)
-        if found is None:
-            return measured
-        # Of the whole: fsdp counts what layers have on all ranks.
-        inner = exclude_tied(module, wrap_units(module, "auto"))
-        try:
-            with found.applied(module):
-                halved = _halved(task, module, batch, microbatch, anatomy, found, inner)
-        except Exception as error:  # its code counts on the whole width; then it cannot be split
-            return dataclasses.replace(measured, unsplit=_first_line(error))
-        return dataclasses.replace(measured, halved=halved, degrees=found.degrees)
+class _TracedStep(NamedTuple):
+    """A micro-batch that a task's model computes: real or fake tensors."""
+
+    task: Task
+    module: nn.Module
+    batch: Any
+    microbatch: int
+
+
+def _measure(step: _TracedStep, device: Device) -> Measurement:
+    module, parameters = step.module, list(step.module.parameters())
+    anatomy = _dissect(step, device)
+    measured = Measurement(
+        microbatch=step.microbatch,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        batch_bytes=nbytes(_tensors(step.batch)),
+        modules={name: nbytes(child.parameters()) for name, child in module.named_children()},
+        frozen=not all(parameter.requires_grad for parameter in parameters),
+        anatomy=anatomy,
+    )
+    found = splitting(step.task, module)
+    if found is None:
+        return measured
+    # Of the whole: fsdp counts what layers have on all ranks.
+    inner = exclude_tied(module, wrap_units(module, "auto"))
+    try:
+        with found.applied(module):
+            halved = _halved(step, anatomy, found, inner)
+    except Exception as error:  # its code counts on the whole width; then it cannot be split
+        return dataclasses.replace(measured, unsplit=_first_line(error))
+    return dataclasses.replace(measured, halved=halved, degrees=found.degrees)
 
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
 
-def _dissect(
-    task: Task,
-    module: nn.Module,
-    batch: Any,
-    microbatch: int,
-    device: Device,
-) -> ModelPartition:
+def _dissect(step: _TracedStep, device: Device) -> ModelPartition:
     """Run a step of the model as it is."""
-    traces, called = _trace(task, module, batch, microbatch, PRECISIONS)
-    optimizers = list(build_task_optimizers(task, module).values())
+    module = step.module
+    traces, called = _trace(step, PRECISIONS)
+    optimizers = list(build_task_optimizers(step.task, module).values())
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if device == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
@@ -316,28 +304,16 @@ def _dissect(
     return ModelPartition(whole=whole, pieces=_pieces(module, called), traces=traces, steps_at_once=device == "cuda")
 
 
-def _halved(
-    task: Task,
-    module: nn.Module,
-    batch: Any,
-    microbatch: int,
-    before: ModelPartition,
-    split: HalvedModel,
-    inner: list[nn.Module],
-) -> ModelPartition:
+def _halved(step: _TracedStep, before: ModelPartition, split: HalvedModel, inner: list[nn.Module]) -> ModelPartition:
     """Measure one rank's part of the model whose layers are split over two.
 
     It is run in fp32 only: a large model's step takes seconds even without data. The optimizer's state goes
     with the gradients, and so do half-precision copies with the weights.
     """
-    traces, called = _trace(task, module, batch, microbatch, ("fp32",), split=split)
+    traces, called = _trace(step, ("fp32",), split=split)
     was = before.whole
-    whole = _part(
-        *(module, inner, traces, called),
-        reduced_bytes=split.reduced_bytes,
-        optimizer_bytes=0,
-        optimizer_temporary=0,
-    )
+    others = {"reduced_bytes": split.reduced_bytes, "optimizer_bytes": 0, "optimizer_temporary": 0}
+    whole = _part(step.module, inner, traces, called, **others)
     share = whole.gradient_bytes / was.gradient_bytes
     whole = dataclasses.replace(
         whole,
@@ -346,7 +322,7 @@ def _halved(
     )
     return ModelPartition(
         whole=whole,
-        pieces=_pieces(module, called),
+        pieces=_pieces(step.module, called),
         traces=traces,
         cut_by=before.costs,
         steps_at_once=before.steps_at_once,
@@ -387,12 +363,7 @@ def _part(
 
 
 def _trace(
-    task: Task,
-    module: nn.Module,
-    batch: Any,
-    microbatch: int,
-    precisions: Sequence[Precision],
-    split: HalvedModel | None = None,
+    step: _TracedStep, precisions: Sequence[Precision], split: HalvedModel | None = None
 ) -> tuple[dict[Variant, MemoryTrace], list[tuple[str, nn.Module]]]:
     """Trace a step for each precision, and for all that backward may recompute; return also the pieces."""
     traces: dict[Variant, MemoryTrace] = {}
@@ -400,11 +371,11 @@ def _trace(
     reduced = 0
     for recompute in RECOMPUTED:
         try:
-            with _recomputing(module, recompute, to_the_end=split is not None):
+            with _recomputing(step.module, recompute, to_the_end=split is not None):
                 for precision in precisions:
                     if split is not None:
                         split.reduced_bytes = 0
-                    trace, without_copies, called = _run(task, module, batch, microbatch, precision)
+                    trace, without_copies, called = _run(step, precision)
                     traces[precision, recompute] = trace
                     if precision == "bf16":
                         traces["bf16 gathers", recompute] = without_copies
@@ -434,14 +405,9 @@ def _recomputing(module: nn.Module, what: Recompute, *, to_the_end: bool) -> Ite
                 del part.__dict__["forward"]
 
 
-def _run(
-    task: Task,
-    module: nn.Module,
-    batch: Any,
-    microbatch: int,
-    precision: Precision,
-) -> tuple[MemoryTrace, MemoryTrace, list[tuple[str, nn.Module]]]:
+def _run(step: _TracedStep, precision: Precision) -> tuple[MemoryTrace, MemoryTrace, list[tuple[str, nn.Module]]]:
     """Trace one forward and backward; return it also without cast weights, and the pieces as they were called first."""
+    task, module, batch, microbatch = step
     gradients = []
     for parameter in module.parameters():
         if parameter.requires_grad:

@@ -114,11 +114,8 @@ class MemoryTracker(TorchDispatchMode):
 
 
 _CAST = torch.ops.aten._to_copy.default
-
 _ADD = torch.ops.aten.add.Tensor
-
-_BEFORE = -1
-"""The place of what was there before."""
+_BEFORE = -1  # the place of what was there before
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -131,11 +128,7 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **
 
 
 # The attention operators of the CPU; torch counts only those of a GPU.
-_FLOPS: dict[Any, Any] = {
-    **flop_registry,
-    CPU_ATTENTION: _attention,
-    CPU_ATTENTION_BACKWARD: _attention_backward,
-}
+_FLOPS: dict[Any, Any] = {**flop_registry, CPU_ATTENTION: _attention, CPU_ATTENTION_BACKWARD: _attention_backward}
 
 
 # --- Measures of a part of a model: the pieces that its forward runs one after the other, and stages of them
@@ -209,10 +202,7 @@ class ModelPart:
 class Segment:
     """A module that forward calls between two others.
 
-    Attributes:
-        parameter_bytes, gradient_bytes, buffer_bytes: as of a :class:`ModelPart`; a shared parameter is the first
-            piece's.
-        shares: an earlier piece with the same parameter; None where there is none.
+    A shared parameter is the first piece's; ``shares`` is an earlier piece with the same parameter.
     """
 
     name: str
@@ -259,11 +249,7 @@ def find_segments(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class Watched:
-    """Watches which piece computes, in forward and in backward.
-
-    Attributes:
-        order: indices of the pieces, as forward called them first.
-    """
+    """Watches which piece computes, in forward and in backward; ``order`` is that of forward's first calls."""
 
     def __init__(self, pieces: Sequence[nn.Module], live: MemoryTracker) -> None:
         self.order: list[int] = []
@@ -356,18 +342,14 @@ class ModelPartition:
             return 1  # the parameter's gradient would have to be summed over two stages
         return max(1, sum(cost > 0 for cost in self.costs))
 
+    @cache  # noqa: B019  # one is made for a plan
     def stages(self, number: int) -> tuple[ModelPart, ...]:
         """Cut the model into this number of stages, balanced by operations."""
-        return _stages(self, number)
-
-
-@cache
-def _stages(anatomy: ModelPartition, number: int) -> tuple[ModelPart, ...]:
-    if number == 1:
-        return (anatomy.whole,)
-    costs = [BlockCost(forward_s=cost, backward_s=0, parameter_bytes=0, activation_bytes=0) for cost in anatomy.costs]
-    cuts = accumulate(balanced_split(costs, number), initial=0)
-    return tuple(_stage(anatomy, first, last) for first, last in pairwise(cuts))
+        if number == 1:
+            return (self.whole,)
+        costs = [BlockCost(forward_s=cost, backward_s=0, parameter_bytes=0, activation_bytes=0) for cost in self.costs]
+        cuts = accumulate(balanced_split(costs, number), initial=0)
+        return tuple(_stage(self, first, last) for first, last in pairwise(cuts))
 
 
 def _stage(anatomy: ModelPartition, first: int, last: int) -> ModelPart:
@@ -427,11 +409,10 @@ def _estimated(one: ModelPart, half: ModelPart, variant: Variant) -> Activations
     def of(value: int, rest: int, before: int, after: int) -> int:
         return round((value - rest) * weights + rest * after / max(1, before))
 
+    parts = (own, without_copies, was, now)
     return Activations(
-        saved=of(own.saved, without_copies.saved, was.saved, now.saved),
-        peak=of(own.peak, without_copies.peak, was.peak, now.peak),
-        forward_peak=of(own.forward_peak, without_copies.forward_peak, was.forward_peak, now.forward_peak),
-        backward_peaks=tuple(
-            map(of, own.backward_peaks, without_copies.backward_peaks, was.backward_peaks, now.backward_peaks)
-        ),
+        saved=of(*(part.saved for part in parts)),
+        peak=of(*(part.peak for part in parts)),
+        forward_peak=of(*(part.forward_peak for part in parts)),
+        backward_peaks=tuple(map(of, *(part.backward_peaks for part in parts))),
     )

@@ -262,7 +262,6 @@ class Recorder(Callback):
         self._watch = watch
         self._step = 0
         self._gradients: dict[str, Any] = {}
-        self._calls = 0
         for name in _DELEGATED:
             setattr(self, name, getattr(inner, name))
         if watch.forward is not None:
@@ -271,7 +270,6 @@ class Recorder(Callback):
 
     def on_step_begin(self, step: int, step_in_epoch: int) -> None:
         self._step = step + 1
-        self._calls = 0
         self._inner.on_step_begin(step, step_in_epoch)
 
     def on_before_optimizer_step(self) -> None:
@@ -314,11 +312,9 @@ class Recorder(Callback):
             return
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.is_floating_point():
-                self._calls += 1
                 value = gather_full(leaf.detach())
                 line = {
                     "microbatch": info.number,
-                    "call": self._calls,
                     "module": name,
                     "shape": list(value.shape),
                     "digest": digest_of(value).hex(),
