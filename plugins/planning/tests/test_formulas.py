@@ -22,7 +22,6 @@ from paceline_planning.model_partition import (
 from paceline_planning.predict import (
     Memory,
     RankLayout,
-    classic_mixed_precision,
     in_flight,
     layouts,
     predict_memory,
@@ -219,10 +218,6 @@ def test_time(reduction: Any, bandwidth: float, step_s: float, limited_by: str) 
     assert timing.compute_s == 2.0
     assert timing.step_s == pytest.approx(step_s)
     assert timing.limited_by == limited_by
-
-
-def test_the_classic_count_is_16_bytes_a_parameter() -> None:
-    assert classic_mixed_precision(7_500_000_000) == 120_000_000_000  # the ZeRO paper's example
 
 
 def test_nodes_must_divide_the_gpus() -> None:

@@ -205,7 +205,7 @@ def _show(report: PreflightReport, *, json: bool) -> int:
         status = Text(check.status, _STYLES[check.status])
         table.add(check.id, status, check.where, check.found, f"{check.advice}." if check.advice else "")
     console.print(table)
-    counts = Counter(check.status for check in report.checks)
+    counts: Counter[str] = Counter(check.status for check in report.checks)
     machines = f"{len(report.machines)} node{'s' if len(report.machines) > 1 else ''}"
     parts = [f"{counts[status]} {status}ed" for status in _STYLES if counts[status] or status == "pass"]
     console.print(f"{machines}: {', '.join(parts)}.", style=_STYLES[report.status])

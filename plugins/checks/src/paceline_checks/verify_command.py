@@ -23,7 +23,6 @@ _VERDICTS = {
     ("within", "tolerance"): "within tolerance",
     ("within", "convergence"): "converges",
 }
-_WIDTH = 110
 
 
 def verify(
@@ -72,7 +71,7 @@ def verify(
 
 
 def _print(report: VerificationReport) -> None:
-    from paceline.core.output import Console, ListTable
+    from paceline.core.output import ListTable, wide_console
 
     table = ListTable("strategy", ">processes", "guarantee", "result", "measured", folds=("measured",))
     for row in report.rows:
@@ -80,9 +79,7 @@ def _print(report: VerificationReport) -> None:
         guarantee = "own reference" if row.guarantee == "reference" else row.guarantee
         style = _STYLES.get(row.verdict, "red")
         table.add(row.method, str(row.world_size), guarantee, verdict, _detail(row), style=style)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, _WIDTH)
+    console = wide_console()
     console.print(table)
     console.print(
         f"{report.steps} steps, {report.microbatches} micro-batches, batch {report.global_batch_size}, "

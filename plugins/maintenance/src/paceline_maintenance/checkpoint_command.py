@@ -89,7 +89,10 @@ def prune(
     with lock, progress_bar("verifying", quiet=json, in_bytes=True) as on_read:
         removals = choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
         if not dry_run:
-            remove_checkpoints(directory.checkpoints, removals.removed)
+            for path in removals.removed:
+                delete(path)
+            write_latest(directory.checkpoints)
+            remove_stale(directory.checkpoints)  # files of dead writers
     if json:
         names = {field: [path.name for path in paths] for field, paths in removals._asdict().items()}
         print(json_module.dumps({**names, "dry_run": dry_run}))
@@ -182,10 +185,8 @@ def choose_removals(checkpoints: Path, keep: int, *, damaged: bool, on_read: OnR
     """Choose checkpoints to remove, after reading every byte.
 
     Args:
-        checkpoints: the run's directory of checkpoints.
         keep: number of newest intact ones to keep, at least one; the best of each of these stays too.
         damaged: remove damaged ones too, unless no intact one exists.
-        on_read: receives the progress.
     """
     checked = check(entries(checkpoints, None), on_read)
     good = [entry for entry, messages in reversed(checked) if not messages]
@@ -196,15 +197,3 @@ def choose_removals(checkpoints: Path, keep: int, *, damaged: bool, on_read: OnR
     if damaged and good:
         removed += bad
     return Choice(removed, kept, bad)
-
-
-def remove_checkpoints(checkpoints: Path, chosen: Sequence[Path]) -> None:
-    """Remove these checkpoints, and files of dead writers.
-
-    Raises:
-        CheckpointError: one cannot be removed.
-    """
-    for path in chosen:
-        delete(path)
-    write_latest(checkpoints)
-    remove_stale(checkpoints)

@@ -81,8 +81,6 @@ def plan(
 
 
 def _show(result: Plan) -> None:
-    from paceline_planning.predict import classic_mixed_precision
-
     m, cluster = result.measurement, result.machines
     whole = m.whole
     console = Console(highlight=False)
@@ -120,9 +118,11 @@ def _show(result: Plan) -> None:
     console.print(table)
     if not all(row.in_paceline for row in shown):
         console.print("* not implemented in Paceline yet")
+    # Rajbhandari et al., ZeRO, 2020, section 3.1. Here mixed precision is autocast: fp32 weights and gradients, and
+    # half-precision copies of the weights from forward to backward.
     console.print(
         f"\nFor comparison, half-precision weights with Adam (2 + 2 + 4 + 4 + 4 bytes per parameter): "
-        f"{_number(classic_mixed_precision(m.parameters) / unit_bytes)} {unit} of states."
+        f"{_number(16 * m.parameters / unit_bytes)} {unit} of states."
     )
     if any(row.layout.recompute != "none" for row in shown):
         console.print(

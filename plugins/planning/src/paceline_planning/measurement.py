@@ -33,10 +33,10 @@ from paceline_planning.model_partition import (
     Recompute,
     Segment,
     Variant,
-    Watched,
     activations,
     find_segments,
     nbytes,
+    watch_segments,
 )
 
 # --- One rank's part of a tensor-parallel model: layers cut in two, as a plan of torch's styles says ---
@@ -416,8 +416,8 @@ def _run(step: _TracedStep, precision: Precision) -> tuple[MemoryTrace, MemoryTr
     candidates = find_segments(module)
     known = [*module.parameters(), *module.buffers(), *gradients, *_tensors(batch)]
     live = MemoryTracker(known, weights=module.parameters())
-    watched = Watched([child for _, child in candidates], live)
-    with live, watched.hooked(), ExitStack() as hooks:
+    segments = [child for _, child in candidates]
+    with live, watch_segments(segments, live) as output_bytes, ExitStack() as hooks:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 hooks.callback(parameter.register_hook(live.mark_gradient).remove)  # type: ignore[no-untyped-call]
@@ -428,7 +428,7 @@ def _run(step: _TracedStep, precision: Precision) -> tuple[MemoryTrace, MemoryTr
         total.backward()  # type: ignore[no-untyped-call]
         del loss, total
     # What forward never called comes last, with nothing to do.
-    order = [*watched.order, *(i for i in range(len(candidates)) if i not in watched.output_bytes)]
+    order = [*output_bytes, *(i for i in range(len(candidates)) if i not in output_bytes)]
     number_of = {index: number for number, index in enumerate(order)}
     # What is made before the first piece is called is the first one's.
     first = order[0]
@@ -438,7 +438,7 @@ def _run(step: _TracedStep, precision: Precision) -> tuple[MemoryTrace, MemoryTr
         events=events,
         forward_events=forward_events,
         flops=tuple(live.flops.get(index, 0) for index in order),
-        output_bytes=tuple(watched.output_bytes.get(index, 0) for index in order),
+        output_bytes=tuple(output_bytes.get(index, 0) for index in order),
         gradient_events=frozenset(new),
     )
     kept = [number for number in range(len(events)) if number not in copies]

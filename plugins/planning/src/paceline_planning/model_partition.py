@@ -248,38 +248,30 @@ def find_segments(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return found or [("", module)]
 
 
-class Watched:
-    """Watches which piece computes, in forward and in backward; ``order`` is that of forward's first calls."""
+@contextmanager
+def watch_segments(segments: Sequence[nn.Module], live: MemoryTracker) -> Iterator[dict[int, int]]:
+    """While it is entered, ``live.owner`` is the segment that computes, in forward and in backward.
 
-    def __init__(self, pieces: Sequence[nn.Module], live: MemoryTracker) -> None:
-        self.order: list[int] = []
-        self.output_bytes: dict[int, int] = {}
-        self._pieces = pieces
-        self._live = live
+    Gives the bytes of each one's output by its index, in the order in which forward called them first.
+    """
+    output_bytes: dict[int, int] = {}
 
-    @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """While it is entered, ``live.owner`` is the piece that computes."""
-        with ExitStack() as hooks:
-            for index, piece in enumerate(self._pieces):
-                hooks.callback(piece.register_forward_pre_hook(partial(self._begins, index)).remove)
-                hooks.callback(piece.register_forward_hook(partial(self._ends, index)).remove)
-            yield
+    def begin(index: int, *_: Any) -> None:
+        output_bytes.setdefault(index, 0)
+        live.owner = index
 
-    def _begins(self, index: int, *_: Any) -> None:
-        if index not in self.output_bytes:
-            self.order.append(index)
-        self._live.owner = index
-
-    def _ends(self, index: int, _module: nn.Module, _args: Any, output: Any) -> None:
+    def end(index: int, _module: nn.Module, _args: Any, output: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        self.output_bytes[index] = nbytes(tensors)
+        output_bytes[index] = nbytes(tensors)
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._goes_back, index))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(begin, index))  # type: ignore[no-untyped-call]
 
-    def _goes_back(self, index: int, _gradient: torch.Tensor) -> None:
-        self._live.owner = index
+    with ExitStack() as hooks:
+        for index, segment in enumerate(segments):
+            hooks.callback(segment.register_forward_pre_hook(partial(begin, index)).remove)
+            hooks.callback(segment.register_forward_hook(partial(end, index)).remove)
+        yield output_bytes
 
 
 def activations(trace: MemoryTrace, first: int, last: int) -> Activations:

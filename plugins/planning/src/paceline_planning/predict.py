@@ -164,16 +164,6 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
 
 
-def classic_mixed_precision(parameters: int) -> int:
-    """Return the bytes of a model's states under Adam in half precision, as in the ZeRO paper.
-
-    Weights and gradients take 2 bytes each; fp32 weights, momentum and variance 4 each: 16 a parameter
-    (Rajbhandari et al., 2020, section 3.1). Paceline's mixed precision is autocast: fp32 weights and
-    gradients, and half-precision copies of the weights from forward to backward.
-    """
-    return parameters * (2 + 2 + 4 + 4 + 4)
-
-
 def parts(m: Measurement, layout: RankLayout) -> tuple[ModelPart, ...]:
     """Return the parts of one copy of the model on its ranks: one for each stage.
 
