@@ -50,7 +50,8 @@ class ReportTable:
         headings = [heading if column in self.left else f">{heading}" for column, heading in enumerate(self.headings)]
         bars = [] if self.bars is None else [[Text("━" * round(20 * share), "cyan")] for share in self.bars]
         table = ListTable(*headings, *([""] if bars else []), folds=self.headings)
-        table.title, table.title_justify = Text(": ".join(filter(None, (self.title, self.subtitle)))) or None, "left"
+        table.title = Text(": ".join(filter(None, (self.title, self.subtitle)))) or None
+        table.title_justify = "left"
         for number, cells in enumerate(self.rows):
             table.add(*cells, *(bars[number] if bars else []), style="red" if number in self.failed else None)
         return table

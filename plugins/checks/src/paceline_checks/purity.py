@@ -516,7 +516,8 @@ class PurityGuard(RunHook):
     def __init__(self, run: RunContext) -> None:
         super().__init__(run)
         self.record = PurityRecord(run.config[CheckOptions].purity)
-        self.checks_samples = self._is_on = run.config[CheckOptions].purity != "off"
+        self._is_on = run.config[CheckOptions].purity != "off"
+        self.checks_samples = self._is_on
 
     def step_hook(self, group: GroupContext, states: StateManager) -> PurityCheck | None:
         """Return the check of a group's steps, unless they overlap."""
