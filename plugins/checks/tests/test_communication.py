@@ -21,7 +21,6 @@ from paceline.torch_internals import gloo_group
 from paceline_checks.bench_report import size_text
 from paceline_checks.collectives import (
     COLLECTIVES,
-    CollectiveTiming,
     CommunicationPlan,
     CommunicationReport,
     Op,
@@ -137,8 +136,7 @@ def test_threads_drive_ranks_of_one_process() -> None:
         iterations=2,
         warmup=1,
     )
-    results: list[CollectiveTiming] = []
-    carrier, ranks = run_plan(plan, Environment(), results.append)
+    carrier, ranks, results = run_plan(plan, Environment())
     assert (carrier, ranks, len(results)) == ("gloo", 3, 12)
     link = find_link(80.0, one_machine=True, interface=None)
     report = CommunicationReport(carrier, plan.mode, ranks, 1, link, results)

@@ -16,7 +16,6 @@ from paceline_checks.bench_report import print_report, require_matplotlib
 from paceline_checks.collectives import (
     COLLECTIVES,
     Backend,
-    CollectiveTiming,
     CommunicationPlan,
     CommunicationReport,
     Mode,
@@ -86,8 +85,7 @@ def comm(
 
     from paceline_checks.run_collectives import run_plan
 
-    results: list[CollectiveTiming] = []
-    carrier, ranks = run_plan(plan, environment, results.append)
+    carrier, ranks, results = run_plan(plan, environment)
     if environment.rank != 0:
         return 0
     report = CommunicationReport(carrier, mode, ranks, environment.nodes, link, results)

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -50,46 +50,38 @@ _ROUND_BYTES = 64 * 2**20
 """As many repetitions follow each other without a pause as their buffers fit into this."""
 
 
-def run_plan(
-    plan: CommunicationPlan, environment: Environment, report: Callable[[CollectiveTiming], None]
-) -> tuple[str, int]:
-    """Measure, as one of the job's processes; return what carried the data, and the number of ranks.
+Measured = tuple[str, int, list[CollectiveTiming]]
+"""What carried the data, the number of ranks, and the results, which are the same on all of them."""
 
-    Args:
-        report: called with each result, in the process of rank 0 alone.
+
+def run_plan(plan: CommunicationPlan, environment: Environment) -> Measured:
+    """Measure, as one of the job's processes.
 
     Raises:
         ConfigError: there are not as many GPUs, or the backend cannot be used here.
     """
     require_gpus(plan, environment.local_world_size)
     if plan.mode == "one-process":
-        return _drive(OneThreadEngine(plan.nproc), plan, report)
+        return _drive(OneThreadEngine(plan.nproc), plan)
     if plan.backend == "mpi":
-        return _drive(MpiEngine(), plan, report)
+        return _drive(MpiEngine(), plan)
     with _store(environment, plan.interface) as store:
         if plan.mode == "threads-per-device":
-            return _drive_threads(plan, environment, store, report)
-        group = _open_group(plan, store, environment.rank, environment, environment.local_rank)
-        return _drive(group, plan, report)
+            return _drive_threads(plan, environment, store)
+        return _drive(_open_group(plan, store, environment.rank, environment, environment.local_rank), plan)
 
 
-def _drive(
-    engine: CollectiveEngine, plan: CommunicationPlan, report: Callable[[CollectiveTiming], None]
-) -> tuple[str, int]:
+def _drive(engine: CollectiveEngine, plan: CommunicationPlan) -> Measured:
     try:
-        for measured in measure(engine, plan.ops, plan.sizes, iterations=plan.iterations, warmup=plan.warmup):
-            if 0 in engine.local:
-                report(measured)
-        return engine.title, engine.ranks
+        results = measure(engine, plan.ops, plan.sizes, iterations=plan.iterations, warmup=plan.warmup)
+        return engine.title, engine.ranks, list(results)
     finally:
         engine.close()
 
 
-def _drive_threads(
-    plan: CommunicationPlan, environment: Environment, store: Store, report: Callable[[CollectiveTiming], None]
-) -> tuple[str, int]:
+def _drive_threads(plan: CommunicationPlan, environment: Environment, store: Store) -> Measured:
     """Run a thread for each of this process's ranks; Ctrl-C ends the process."""
-    titles: list[tuple[str, int]] = []
+    measured: list[Measured] = []
     errors: list[BaseException] = []
     whole = replace(environment, world_size=environment.world_size * plan.nproc)
 
@@ -99,7 +91,7 @@ def _drive_threads(
             # A client waits for one thing at a time, and the threads wait for each other.
             client = store.clone()  # type: ignore[attr-defined]
             device = environment.local_rank * plan.nproc + number
-            titles.append(_drive(_open_group(plan, client, rank, whole, device), plan, report))
+            measured.append(_drive(_open_group(plan, client, rank, whole, device), plan))
         except BaseException as error:
             errors.append(error)
 
@@ -114,7 +106,7 @@ def _drive_threads(
         os._exit(130)  # nothing else ends a thread that waits for its peers
     if errors:
         raise errors[0]
-    return titles[0]
+    return measured[0]
 
 
 def _open_group(plan: CommunicationPlan, store: Store, rank: int, environment: Environment, gpu: int) -> GroupEngine:

@@ -36,7 +36,7 @@ AVERAGE = "the average of "
 """Before the name of a tensor of the moving average (``--ema``)."""
 
 
-def require_comparable(run: RunContext) -> None:
+def _require_comparable(run: RunContext) -> None:
     """Refuse a run that the loop does not compute."""
     name = type(run.task).__name__
     if overrides_train_step(run.task):
@@ -50,9 +50,6 @@ def require_comparable(run: RunContext) -> None:
 def train_plainly(run: RunContext, world_size: int = 1) -> dict[str, torch.Tensor]:
     """Train the run's task in a loop of plain PyTorch.
 
-    Args:
-        world_size: 1.
-
     Returns:
         The model's state by name; with ``--ema`` also that of its average, each name after :data:`AVERAGE`.
 
@@ -60,7 +57,7 @@ def train_plainly(run: RunContext, world_size: int = 1) -> dict[str, torch.Tenso
         UserError: the loop does not compute such a run, or the task cannot be trained.
     """
     assert world_size == 1
-    require_comparable(run)
+    _require_comparable(run)
     task, config, order = run.task, run.config, run.data.order
     assert order is not None
     assert run.data.total_steps is not None
@@ -141,30 +138,30 @@ class _Buffers:
 
     def _begin_step(self) -> None:
         self._base = [buffer.clone() for _, _, buffer in self._entries]
-        self._sums = [torch.zeros_like(buffer, dtype=_dtype_of_sums(buffer)) for buffer in self._base]
+        self._sums = [
+            torch.zeros_like(buffer, dtype=buffer.dtype if _has_mean(buffer) else torch.int64) for buffer in self._base
+        ]
         self._changed = [False] * len(self._base)
         self._samples = 0
         self._microbatches = 0
 
     @torch.no_grad()
     def end_microbatch(self, samples: int) -> None:
-        for index, ((table, name, buffer), base, total) in enumerate(
-            zip(self._entries, self._base, self._sums, strict=True)
-        ):
+        for index, (table, name, buffer) in enumerate(self._entries):
+            base, total = self._base[index], self._sums[index]
             value = table[name]
             assert value is not None
             self._changed[index] |= not torch.equal(value, base)
             total += value * samples if _has_mean(base) else value.to(total.dtype) - base.to(total.dtype)
             table[name] = buffer.copy_(base)
-        self._samples = self._samples + samples
-        self._microbatches = self._microbatches + 1
+        self._samples += samples
+        self._microbatches += 1
 
     @torch.no_grad()
     def end_step(self) -> None:
-        for (_, _, buffer), base, total, changed in zip(
-            self._entries, self._base, self._sums, self._changed, strict=True
-        ):
-            if not changed:
+        for index, (_, _, buffer) in enumerate(self._entries):
+            base, total = self._base[index], self._sums[index]
+            if not self._changed[index]:
                 continue
             if _has_mean(base):
                 buffer.copy_(total / self._samples)
@@ -175,10 +172,6 @@ class _Buffers:
 
 def _has_mean(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _dtype_of_sums(buffer: torch.Tensor) -> torch.dtype:
-    return buffer.dtype if _has_mean(buffer) else torch.int64
 
 
 @torch.no_grad()
