@@ -286,7 +286,7 @@ class GroupPlan:
     Attributes:
         set: fields of the task.
         least_microbatches: number of micro-batches, unless options or task ask for more.
-        lint: the file of findings about the task, if it is to be checked first.
+        lint: the file of findings about the task, if it is checked first.
     """
 
     task: str
