@@ -30,7 +30,7 @@ def script() -> Any:
 
 @cache
 def imported_modules(path: Path, everywhere: bool) -> tuple[str, ...]:
-    """The modules that a file names in imports, also in functions if ``everywhere``, and the programs next to it."""
+    """The modules that a file names in imports, also in functions if ``everywhere``, and its programs."""
     return tuple(_named_modules(path, everywhere))
 
 
@@ -43,9 +43,9 @@ def _named_modules(path: Path, everywhere: bool) -> Iterator[str]:
             yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(".py"):
-            program = path.parent / node.value
-            if "\n" not in node.value and program.is_file():
-                yield ".".join(program.relative_to(ROOT).with_suffix("").parts)
+            for program in (path.parent / node.value, ROOT / node.value):
+                if "\n" not in node.value and program.is_file() and program.is_relative_to(ROOT):
+                    yield ".".join(program.relative_to(ROOT).with_suffix("").parts)
 
 
 def imported_plugins(plugin: str) -> dict[str, Path]:
