@@ -34,8 +34,8 @@ from paceline.runs.checkpointer import load
 from paceline.runs.package import Package, open_package
 from paceline.runs.package_registry import Registry
 from paceline_serving.encodings import Categories, Vocabulary
+from paceline_serving.model import read_inputs
 from paceline_serving.observed_inputs import _limit_indices, observe_inputs
-from paceline_serving.package_inputs import read_inputs
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from paceline.runs.checkpoint_manifest import FileRecord
 from paceline.runs.package import trust
 from paceline.runs.package_manifest import PackageManifest, Provenance
 from paceline.runs.package_registry import PackageReference, Registry
-from paceline_serving.package_inputs import INPUTS, PackageInputs
+from paceline_serving.model import INPUTS, PackageInputs
 
 
 def put(registry: Path, recipe: str, *, name: str, seed: int = 0, tag: str = "prod") -> Path:

@@ -19,10 +19,9 @@ from plugins.serving.tests.load import PATH
 from tests.processes import Processes
 
 from paceline.core.errors import ConfigError
-from paceline_serving import bearer_tokens
-from paceline_serving.access import AccessPolicy
+from paceline_serving import access
+from paceline_serving.access import AccessPolicy, BearerTokens, read_bearer_token
 from paceline_serving.batching import RequestFailure
-from paceline_serving.bearer_tokens import BearerTokens, read_bearer_token
 from paceline_serving.model import ServingOptions
 from paceline_serving.server import ListenAddress, bind, listen
 
@@ -86,7 +85,7 @@ def test_a_token(
 
 
 def test_the_tokens_of_a_file(token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bearer_tokens, "_RELOAD_S", 0)
+    monkeypatch.setattr(access, "_RELOAD_S", 0)
     tokens = BearerTokens(token_file)
     assert tokens.client_of(b"0123456789abcdef") == ""
     assert tokens.client_of(b"0123456789abcdeg") is None

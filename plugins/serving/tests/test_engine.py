@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.core.errors import ConfigError
 from paceline_serving.access import AccessPolicy
-from paceline_serving.engines import EngineProcess, engine_command, open_language_model
-from paceline_serving.gateway import Gateway, GatewayOptions
+from paceline_serving.gateway import EngineProcess, Gateway, engine_command, open_language_model
+from paceline_serving.model import ServingOptions
 
 TOKEN = "0123456789abcdef0123"
 ASK: dict[str, Any] = {"model": "first", "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
@@ -51,17 +51,6 @@ def test_vllm_is_started_by_its_own_command(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
 def test_an_answer_passes_in_pieces_with_the_name_in_it(kind: str, tmp_path: Path) -> None:
-    options = GatewayOptions(
-        engine="transformers",
-        arguments=(),
-        open_model=open_language_model,
-        max_requests=1,
-        max_body_bytes=1,
-        receive_timeout_s=1,
-        startup_timeout_s=1,
-        hang_timeout_s=1,
-        drain_delay_s=0,
-    )
     end = b"\n\n" if kind == "text/event-stream" else b""
     named = b'{"text": "\\"model\\": \\"a@main\\"", "model": "%b", "data": ["m", "mo", ' + end
     sent = named % b"a@main"
@@ -72,7 +61,7 @@ def test_an_answer_passes_in_pieces_with_the_name_in_it(kind: str, tmp_path: Pat
                 yield piece
 
         answer = httpx.Response(200, headers={"content-type": kind}, content=send())
-        gateway = Gateway("first", options, AccessPolicy(()))
+        gateway = Gateway("first", "transformers", (), ServingOptions(), AccessPolicy(()))
         passed = gateway._pass_on(EngineProcess("transformers", tmp_path / "a", ()), answer)
         return [piece async for piece in passed]
 

@@ -186,8 +186,8 @@ def test_a_message_is_counted_before_it_is_parsed(monkeypatch: pytest.MonkeyPatc
             async with grpc.aio.insecure_channel(server.address) as channel:
                 infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
                 for held_bytes in (4 * options.max_body_bytes + 64 * 1024, 0):
-                    with models.bodies.hold() as held:
-                        held.add(held_bytes)
+                    with models.bodies.hold() as hold:
+                        hold(held_bytes)
                         with pytest.raises(grpc.aio.AioRpcError) as caught:
                             await infer(b"\xff" * 100_000, timeout=TIMEOUT_S)
                     answers.append((caught.value.code(), caught.value.details()))

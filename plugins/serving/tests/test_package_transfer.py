@@ -12,8 +12,8 @@ from tests.runs.packages.conftest import put_package
 from paceline.core.errors import ConfigError, PackageError
 from paceline.runs.package import open_package
 from paceline.runs.package_registry import PackageReference
-from paceline_serving.package_transfer import PackageDirectory as Registry
-from paceline_serving.package_transfer import PackageLocation, copy_package, open_location
+from paceline_serving.registry_command import PackageDirectory as Registry
+from paceline_serving.registry_command import PackageLocation, copy_package, open_location
 
 SIZE = 1_500_000
 

@@ -26,7 +26,7 @@ from paceline.runs.package_registry import Registry
 from paceline_serving.batch_predict import read_rows
 from paceline_serving.model import ModelSpec
 from paceline_serving.predict_command import _show
-from paceline_serving.table_files import Rows, write
+from paceline_serving.tables import Rows, write
 
 PIXELS = np.random.default_rng(2).integers(0, 256, (40, 1, 28, 28), dtype=np.uint8)
 

@@ -122,12 +122,12 @@ def test_bodies_in_flight_are_bounded() -> None:
     bodies = RequestBodies(1000_000)
     with ExitStack() as stack:
         for _ in range(4):
-            stack.enter_context(bodies.hold()).add(1000_000)
+            stack.enter_context(bodies.hold())(1000_000)
         with bodies.hold() as small:
-            small.add(64 * 1024)
+            small(64 * 1024)
         assert bodies.held_bytes == 4 * (1000_000 - 64 * 1024)
         with pytest.raises(RequestFailure, match="Try again") as caught, bodies.hold() as large:
-            large.add(1000_000)
+            large(1000_000)
         assert (caught.value.status, caught.value.headers) == (503, [(b"retry-after", b"1")])
     assert bodies.held_bytes == 0
     bodies.close()

@@ -27,7 +27,7 @@ from paceline.core.inference import TensorSpec
 from paceline_serving.batch_predict import read_rows
 from paceline_serving.model import ModelSpec
 from paceline_serving.protocol import example_rows, parse_rows
-from paceline_serving.table_files import Rows, check_columns, plain_lists, table_records, write
+from paceline_serving.tables import Rows, check_columns, plain_lists, table_records, write
 
 INPUTS = {
     "age": TensorSpec(dtype="int64", minimum=0, maximum=120),
@@ -374,9 +374,9 @@ def test_a_table_through_a_pipe(
 def test_the_example_of_a_request_is_a_request() -> None:
     request = example_rows(SPEC)
     assert request == '{"rows":[{"age":0,"income":0.0,"member":false,"visits":[0.0,0.0]}]}'
-    inputs, others = parse_rows(SPEC, request.encode())
-    assert {name: len(array) for name, array in inputs.items()} == dict.fromkeys(INPUTS, 1)
-    assert others == {}
+    parsed = parse_rows(SPEC, request.encode())
+    assert {name: len(array) for name, array in parsed.inputs.items()} == dict.fromkeys(INPUTS, 1)
+    assert parsed.other_columns == {}
 
 
 def test_the_plain_form_of_a_request(server: Server) -> None:

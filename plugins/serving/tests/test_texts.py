@@ -39,9 +39,8 @@ from paceline_serving.batching import InvalidRequest
 from paceline_serving.client import encode_binary
 from paceline_serving.encodings import MAX_TEXT_LENGTH, Categories, Dates, EncodingError, Tokenizer, Vocabulary
 from paceline_serving.grpc_service import parse_message
-from paceline_serving.model import ModelSpec, client_specs
+from paceline_serving.model import INPUTS, ModelSpec, PackageInputs, client_specs, read_inputs
 from paceline_serving.openapi import describe
-from paceline_serving.package_inputs import INPUTS, PackageInputs, read_inputs
 from paceline_serving.protocol import example_request, example_rows, parse_request, parse_rows
 from paceline_serving.tables import text_array
 
@@ -258,7 +257,7 @@ def test_every_way_in_gives_the_model_the_same_numbers(tmp_path: Path) -> None:
     body, length = encode_binary(arrays)
     found.append(parse_request(SPEC, body, str(length)).inputs)
     found += [parse_message(SPEC, grpc_message(request, raw=raw)).inputs for raw in (False, True)]
-    found.append(parse_rows(SPEC, json.dumps({"rows": [RECORD]}).encode())[0])
+    found.append(parse_rows(SPEC, json.dumps({"rows": [RECORD]}).encode()).inputs)
     assert json.loads(example_rows(SPEC)) == {"rows": [RECORD]}
     (tmp_path / "rows.jsonl").write_text(json.dumps({"id": 7, **RECORD}))
     cells = {name: "" if value is None else value for name, value in RECORD.items()}

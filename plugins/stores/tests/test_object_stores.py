@@ -27,7 +27,7 @@ from paceline.data.audit import audit
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package import open_package
 from paceline.runs.package_registry import PackageReference, Registry
-from paceline_stores.downloads import download
+from paceline_stores.objects import download
 from paceline_stores.package_store import PackageStore
 
 pytestmark = pytest.mark.aws

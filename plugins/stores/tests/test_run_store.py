@@ -7,7 +7,6 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.runs.made import make_run
@@ -16,13 +15,12 @@ from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.core.files import check_location
 from paceline.runs import backup as runs_backup
 from paceline.runs.backup import Backup, open_backup, open_run
-from paceline.runs.checkpoint_manifest import CheckpointInfo, read_manifest
+from paceline.runs.checkpoint_manifest import CheckpointInfo, FileRecord, read_manifest
 from paceline.runs.checkpoint_store import commit, newest_verified, scan, verify
 from paceline.runs.directory import RunDirectory
-from paceline_stores import writer_claim
+from paceline_stores import run_store
 from paceline_stores.objects import ObjectStore, StoreError
-from paceline_stores.run_store import INDEX, ObjectRunStore, restore_run
-from paceline_stores.writer_claim import WRITER
+from paceline_stores.run_store import INDEX, WRITER, ObjectRunStore, RunIndex, restore_run
 
 RUN = "0" * 16
 KEEP = 2
@@ -56,7 +54,7 @@ class Watched(ObjectStore):
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    monkeypatch.setattr(writer_claim, "BEAT_S", 1000.0)  # the changes are those of the test alone
+    monkeypatch.setattr(run_store, "BEAT_S", 1000.0)  # the changes are those of the test alone
     directory = make_run(tmp_path / "runs" / "a", steps=3, run_id=RUN)
     directory.ledger.mkdir()
     return directory
@@ -180,10 +178,9 @@ def test_what_is_damaged_or_strange_is_not_used(run: RunDirectory, address: str,
     assert path.name.startswith("step-00000001")
     assert "does not have its 1,000 bytes" in reasons[0]
     index = json.loads((bucket / INDEX).read_text())
+    record = FileRecord(1, "0" * 64)
     for name in ("../../outside.toml", "code/evil.py", "/etc/passwd", "run.toml/../x.py"):
-        changed = {**index, "files": {**index["files"], name: next(iter(index["files"].values()))}}
-        del changed["index_sha256"]
-        (bucket / INDEX).write_text(json.dumps({**changed, "index_sha256": _digest(changed)}))
+        (bucket / INDEX).write_bytes(RunIndex(index["run"], index["task"], {name: record}).to_bytes())
         with pytest.raises(PacelineError, match="which is not a file of a run"):
             restore_run(address, str(tmp_path / "new"))
     (bucket / INDEX).write_text(json.dumps({**index, "run": "other"}))
@@ -192,18 +189,12 @@ def test_what_is_damaged_or_strange_is_not_used(run: RunDirectory, address: str,
     assert not (tmp_path / "new").exists()
 
 
-def _digest(document: dict[str, Any]) -> str:
-    from paceline_stores.run_store import _document_digest
-
-    return _document_digest(document)
-
-
 def test_two_directories_of_one_run_are_not_mixed(
     run: RunDirectory, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_claim, "BEAT_S", 0.05)
-    monkeypatch.setattr(writer_claim, "SILENT_S", 20.0)
-    monkeypatch.setattr(writer_claim, "_LOOK_S", 0.1)
+    monkeypatch.setattr(run_store, "BEAT_S", 0.05)
+    monkeypatch.setattr(run_store, "SILENT_S", 20.0)
+    monkeypatch.setattr(run_store, "_LOOK_S", 0.1)
     store = open_store(address, run)
     store.claim(RUN)
     store.save(*train(run, 1))
@@ -212,10 +203,10 @@ def test_two_directories_of_one_run_are_not_mixed(
     with pytest.raises(ConfigError, match=rf"is written by process \d+ of .*, for {run.path}, seen"):
         rival.claim(RUN)
     # The same from another machine, where only its heartbeat tells whether it lives.
-    monkeypatch.setattr(writer_claim.ClaimRecord, "is_alive", lambda self: None)
+    monkeypatch.setattr(run_store.ClaimRecord, "is_alive", lambda self: None)
     with pytest.raises(ConfigError, match="is written by process"):
         rival.claim(RUN)
-    monkeypatch.setattr(writer_claim, "SILENT_S", 0.3)
+    monkeypatch.setattr(run_store, "SILENT_S", 0.3)
     store._claim._ended.set()  # its machine dies
     assert store._claim._thread is not None
     store._claim._thread.join()

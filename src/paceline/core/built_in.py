@@ -155,7 +155,7 @@ COMMANDS: Mapping[str, CliCommand] = {
     "serve": CliCommand(
         "Serve", "paceline_serving.serve_command:serve", "Serve packages over HTTP (Open Inference Protocol v2)."
     ),
-    "deploy": CliCommand("Serve", "paceline_serving.deploy_command:deploy", "Replace the package of a running server."),
+    "deploy": CliCommand("Serve", "paceline_serving.serve_command:deploy", "Replace the package of a running server."),
     "predict": CliCommand("Serve", "paceline_serving.predict_command:predict", "Predict with a package or a server."),
     "gc": CliCommand("Keep clean", "paceline_maintenance.gc:gc", "Remove old runs and packages."),
     "checkpoint": CliCommand(
@@ -345,7 +345,7 @@ PARTS: Mapping[str, str] = {
     "Vertex AI's nodes": "paceline_clouds.nodes:vertex_node",
     "doctor --horovod": "paceline_frameworks.horovod:check_build",
     "resume": "paceline_stores.run_store:restore_run",
-    "data": "paceline_stores.downloads:download",
+    "data": "paceline_stores.objects:download",
     "export": "paceline_serving.observed_inputs:observe_inputs",
     "launch": "paceline_frameworks.script_warnings:script_warnings",
     "notebooks": "paceline_own_loop.notebook:write_task",

@@ -38,8 +38,7 @@ from paceline.runs.timeline import timeline
 from paceline_pages.checkpoint_list import entries
 from paceline_pages.jobs_command import status_of
 from paceline_pages.run_index import Curves, Index, read_beats
-from paceline_serving.access import is_cross_site
-from paceline_serving.bearer_tokens import is_same_token
+from paceline_serving.access import is_cross_site, is_same_token
 from paceline_serving.static_assets import HEADERS, read_assets, tag_of
 
 # --- Access: on loopback every user of this machine, on other addresses only with the token ---

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-import numpy as np
 import orjson
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from paceline import __version__
 from paceline.core.errors import ConfigError, PacelineError, PackageError
@@ -25,12 +21,20 @@ from paceline.core.inference import TensorSpec
 from paceline.runs.package import open_package, require_trusted
 from paceline.runs.package_manifest import INPUTS
 from paceline_serving.access import AccessPolicy
-from paceline_serving.batching import DeadlinePassed, InvalidRequest, RequestFailure
+from paceline_serving.batching import (
+    DeadlinePassed,
+    Deployment,
+    DeploymentEvents,
+    InvalidRequest,
+    LocalDeployment,
+    RequestFailure,
+)
 from paceline_serving.connection import (
     JSON_TYPE,
     LARGE_BYTES,
     Answer,
     ClientGone,
+    Headers,
     Request,
     RequestBodies,
     error_answer,
@@ -39,19 +43,22 @@ from paceline_serving.connection import (
 from paceline_serving.encodings import Categories, Dates
 from paceline_serving.model import (
     DATATYPES,
+    NOT_JSON,
+    Arrays,
     ModelLocation,
     ModelSpec,
     ServedModel,
     ServingOptions,
     describe_sizes,
     make_spec,
+    read_inputs,
 )
 from paceline_serving.openapi import describe
-from paceline_serving.package_inputs import NOT_JSON, read_inputs
 from paceline_serving.protocol import (
     SERVER_NAME,
+    InferRequest,
+    build_predictions,
     build_response,
-    exact_headers,
     example_request,
     model_metadata,
     parse_request,
@@ -59,9 +66,7 @@ from paceline_serving.protocol import (
     takes_long,
 )
 from paceline_serving.replica_process import ReplicaStarter
-from paceline_serving.replicas import Deployment, DeploymentEvents, LocalDeployment
 from paceline_serving.static_assets import HEADERS, read_assets
-from paceline_serving.table_files import table_records
 from paceline_serving.tables import CellError, columns_of, to_inputs, to_record
 
 # --- Prometheus metrics ---
@@ -75,9 +80,11 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class Metrics:
     """Counters of one server, in a registry of its own."""
 
-    def __init__(self, deployments: Callable[[], Mapping[str, Deployment]]) -> None:
+    def __init__(self, deployments: Mapping[str, Deployment]) -> None:
+        self._deployments = deployments
         self._registry = CollectorRegistry()
         counter = partial(Counter, registry=self._registry)
+        gauge = partial(Gauge, labelnames=("model",), registry=self._registry)
         histogram = partial(Histogram, labelnames=("model",), registry=self._registry)
         self._requests = counter("paceline_requests", "Inference requests, by status.", ("model", "code"))
         self._counters: dict[tuple[str, int], Counter] = {}  # looking a label up costs more than counting
@@ -88,7 +95,8 @@ class Metrics:
         self._batch_seconds = histogram("paceline_batch_seconds", help, buckets=_SECONDS)
         self._restarts = counter("paceline_replica_restarts", "Replicas that died.", ("model",))
         self.swaps = counter("paceline_swaps", "Packages replaced.", ("model",))
-        self._registry.register(_Gauges(deployments))
+        self._waiting = gauge("paceline_waiting_rows", "Rows that are waiting for a replica.")
+        self._ready = gauge("paceline_ready_replicas", "Replicas that are ready.")
 
     def request(self, model: str, status: int, seconds: float) -> None:
         """Count an inference request, and observe the time of successful ones."""
@@ -116,6 +124,8 @@ class Metrics:
             self.request(model, status, time.perf_counter() - start)
 
     def observer(self, model: str) -> DeploymentEvents:
+        self._waiting.labels(model).set_function(lambda: self._deployments[model].batcher.waiting_rows)
+        self._ready.labels(model).set_function(lambda: self._deployments[model].ready_replicas)
         rows_of_model = self._batch_rows.labels(model)
         seconds_of_model = self._batch_seconds.labels(model)
 
@@ -129,26 +139,12 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _Gauges(Collector):
-    """Metrics that are read when Prometheus asks for them."""
-
-    def __init__(self, deployments: Callable[[], Mapping[str, Deployment]]) -> None:
-        self._deployments = deployments
-
-    def collect(self) -> Iterable[Metric]:
-        waiting = GaugeMetricFamily("paceline_waiting_rows", "Rows that are waiting for a replica.", labels=("model",))
-        ready = GaugeMetricFamily("paceline_ready_replicas", "Replicas that are ready.", labels=("model",))
-        for name, deployment in self._deployments().items():
-            waiting.add_metric((name,), deployment.batcher.waiting_rows)
-            ready.add_metric((name,), deployment.ready_replicas)
-        return [waiting, ready]
-
-
 # --- The models of a server: opened from packages, and replaced while requests arrive ---
 
 
 log = logging.getLogger("paceline_serving")
 
+_T = TypeVar("_T")
 DeploymentFactory = Callable[[ServedModel, ServingOptions, DeploymentEvents], Deployment]
 
 
@@ -165,13 +161,9 @@ def open_model(location: str, *, program: Literal["auto", "pt2", "onnx"] = "auto
     """
     package = open_package(location)
     manifest = package.manifest
-    kind: Literal["pt2", "onnx", "task"]
-    if task:
-        kind = "task"
-    elif program != "auto":
-        kind = program
-    else:
-        kind = "onnx" if "onnx" in manifest.programs and "pt2" not in manifest.programs else "pt2"
+    has_onnx_alone = "onnx" in manifest.programs and "pt2" not in manifest.programs
+    chosen: Literal["pt2", "onnx"] = program if program != "auto" else "onnx" if has_onnx_alone else "pt2"
+    kind: Literal["pt2", "onnx", "task"] = "task" if task else chosen
     if kind != "task" and kind not in manifest.programs:
         available = ", ".join(manifest.programs) or "none"
         raise ConfigError(
@@ -211,7 +203,7 @@ class Models:
         self._opened: dict[str, ServedModel] = {}
         self._closing_tasks: set[asyncio.Task[None]] = set()
         self._swapping = asyncio.Lock()
-        self.metrics = Metrics(lambda: self.deployments)
+        self.metrics = Metrics(self.deployments)
         self.bodies = RequestBodies(options.max_body_bytes)
 
     @property
@@ -270,6 +262,29 @@ class Models:
         self._closing_tasks.add(task)
         task.add_done_callback(self._closing_tasks.discard)
         return model.spec
+
+    async def compute(
+        self,
+        deployment: Deployment,
+        size: int,
+        timeout_s: float,
+        waiting: set[asyncio.Future[Any]],
+        parse: Callable[[], InferRequest],
+        build: Callable[[Deployment, InferRequest, Arrays], _T],
+    ) -> _T:
+        """Parse a request, compute it and build its answer; what takes long is done outside of the event loop.
+
+        Args:
+            size: of its body, in bytes.
+            waiting: see :func:`await_result`, whose exceptions it raises.
+        """
+        is_large = takes_long(deployment.spec, size)
+        request = await await_result(timeout_s, self.bodies.run(parse), waiting) if is_large else parse()
+        limit_s = min(timeout_s, request.timeout_s)
+        outputs = await await_result(limit_s, deployment.batcher.submit(request.inputs), waiting)
+        if is_large or sum(array.nbytes for array in outputs.values()) > LARGE_BYTES:
+            return await self.bodies.run(build, deployment, request, outputs)
+        return build(deployment, request, outputs)
 
     def abandon(self) -> None:
         for deployment in self.deployments.values():
@@ -403,10 +418,7 @@ class App:
             case ["v2", "models", name, *rest]:
                 return await self._model(request, name, rest)
             case ["predict", *rest] if len(rest) <= 1:
-                _only(request, "POST")
-                name = self._named(rest)
-                with self._models.metrics.counting(name):
-                    return await self._predict_rows(request, name)
+                return await self._infer(request, self._named(rest), None, LARGE_BYTES, parse_rows, build_predictions)
             case ["v2"]:
                 return _read(request, self._server_metadata)
             case ["v2", "models"]:
@@ -481,9 +493,9 @@ class App:
         deployment = self._models.find(name, version)
         match rest:
             case ["infer"]:
-                _only(request, "POST")
-                with self._models.metrics.counting(name):
-                    return await self._infer(request, name, version)
+                length = request.headers.get(b"inference-header-content-length")
+                parse = partial(parse_request, json_length=None if length is None else length.decode("latin-1"))
+                return await self._infer(request, name, version, self._options.max_body_bytes, parse, build_response)
             case []:
                 return _read(request, lambda: self._describe(name, [deployment], lambda: model_metadata(deployment)))
             case ["example"]:
@@ -494,35 +506,31 @@ class App:
                 return _read(request, lambda: _json({"name": name, "ready": ready}, 200 if ready else 503))
         raise RequestFailure(404, "a model has the addresses /ready, /example and /infer only.")
 
-    async def _infer(self, request: Request, name: str, version: str | None) -> Answer:
-        headers = request.headers
-        self._check_head(headers, self._models.find(name, version))
-        timeout_s = self._timeout_s(headers)
-        length = headers.get(b"inference-header-content-length")
-        json_length = None if length is None else length.decode("latin-1")
-        bodies = self._models.bodies
-        with bodies.hold() as held:
-            body = await read_body(request, self._options.max_body_bytes, held)
+    async def _infer(
+        self,
+        request: Request,
+        name: str,
+        version: str | None,
+        max_bytes: int,
+        parse: Callable[[ModelSpec, bytes | bytearray], InferRequest],
+        build: Callable[[Deployment, InferRequest, Arrays], tuple[Headers, bytes]],
+    ) -> Answer:
+        """Compute the request of a body; refuse it before that is read, since an overloaded server has little time."""
+        _only(request, "POST")
+        headers, models = request.headers, self._models
+        with models.metrics.counting(name), models.bodies.hold() as hold:
+            models.find(name, version).batcher.check_room()
+            if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+                raise RequestFailure(415, "compressed bodies are not supported.")
+            timeout_s = self._timeout_s(headers)
+            held = [await read_body(request, min(max_bytes, self._options.max_body_bytes), hold)]
             # Look it up again: the package may have been replaced while the client sent the body.
-            deployment = self._models.find(name, version)
-            is_large = takes_long(deployment.spec, len(body))
-            if is_large:
-                parsing = bodies.run(parse_request, deployment.spec, body, json_length)
-                inference = await await_result(timeout_s, parsing, request.waiting)
-            else:
-                inference = parse_request(deployment.spec, body, json_length)
-            del body  # JSON is needed no more
-            limit_s = min(timeout_s, inference.timeout_s or math.inf)
-            outputs = await await_result(limit_s, deployment.batcher.submit(inference.inputs), request.waiting)
-            if is_large or sum(array.nbytes for array in outputs.values()) > LARGE_BYTES:
-                return 200, *await bodies.run(build_response, deployment, inference, outputs)
-            return 200, *build_response(deployment, inference, outputs)
-
-    def _check_head(self, headers: Mapping[bytes, bytes], deployment: Deployment) -> None:
-        """Refuse a request before its body is read, since an overloaded server has little time."""
-        deployment.batcher.check_room()
-        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            raise RequestFailure(415, "compressed bodies are not supported.")
+            deployment, size = models.find(name, version), len(held[0])
+            # A body that is parsed is needed no more.
+            answer = models.compute(
+                deployment, size, timeout_s, request.waiting, lambda: parse(deployment.spec, held.pop()), build
+            )
+            return 200, *await answer
 
     def _timeout_s(self, headers: Mapping[bytes, bytes]) -> float:
         """Return the time limit of a request: the server's, or a shorter one of its own."""
@@ -540,33 +548,12 @@ class App:
             return self._models.find(rest[0] if rest else names[0]).spec.name
         raise RequestFailure(404, f"this server has several models. Send it to /predict/NAME: {', '.join(names)}.")
 
-    async def _predict_rows(self, request: Request, name: str) -> Answer:
-        headers = request.headers
-        self._check_head(headers, self._models.find(name))
-        timeout_s = self._timeout_s(headers)
-        with self._models.bodies.hold() as held:
-            body = await read_body(request, min(LARGE_BYTES, self._options.max_body_bytes), held)
-            deployment = self._models.find(name)
-            if takes_long(deployment.spec, len(body)):
-                parsing = self._models.bodies.run(parse_rows, deployment.spec, body)
-                inputs, other_columns = await await_result(timeout_s, parsing, request.waiting)
-            else:
-                inputs, other_columns = parse_rows(deployment.spec, body)
-            outputs = await await_result(timeout_s, deployment.batcher.submit(inputs), request.waiting)
-        spec = deployment.spec
-        # orjson writes the elements of arrays itself, a float32 in its shortest digits, but no texts.
-        values = {name: a.tolist() if a.dtype == object else np.ascontiguousarray(a) for name, a in outputs.items()}
-        predictions = list(table_records(values, spec, other_columns, 0))
-        answer = {"model_name": spec.name, "model_version": spec.version, "predictions": predictions}
-        body = orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
-        return 200, [JSON_TYPE, *exact_headers(deployment)], body
-
     async def _load(self, request: Request, name: str) -> Answer:
         self._access.check_admin(request.client, request.headers)
         if name not in self._models.deployments:
             raise RequestFailure(404, f"unknown model {name!r:.80}.")
-        with self._models.bodies.hold() as held:
-            body = await read_body(request, _MAX_ADMIN_BYTES, held)
+        with self._models.bodies.hold() as hold:
+            body = await read_body(request, _MAX_ADMIN_BYTES, hold)
         try:
             change = msgspec.json.decode(body, type=_Change).parameters
         except NOT_JSON:

@@ -27,7 +27,7 @@ from paceline.core.files import fsync_directory, rename, write_atomically
 from paceline.core.inference import TensorSpec
 from paceline.core.ownership import locked
 from paceline.core.plugins import import_library
-from paceline_serving.batching import RequestFailure
+from paceline_serving.batching import LocalDeployment, RequestFailure
 from paceline_serving.client import Client
 from paceline_serving.model import (
     Array,
@@ -40,30 +40,27 @@ from paceline_serving.model import (
     rows_of,
 )
 from paceline_serving.replica_process import ReplicaStarter
-from paceline_serving.replicas import LocalDeployment
-from paceline_serving.table_files import (
+from paceline_serving.tables import (
     FORMATS,
     SUFFIXES,
+    CellError,
     Rows,
     Table,
+    columns_of,
+    convert_cells,
     csv_rows,
     describe_not_utf8,
+    encode_texts,
+    is_table_of,
     kind_of,
+    load_json,
     read_heading,
     read_table,
     records_of,
-    write,
-)
-from paceline_serving.tables import (
-    CellError,
-    columns_of,
-    convert_cells,
-    encode_texts,
-    is_table_of,
-    load_json,
     text_array,
     to_dtype,
     to_inputs,
+    write,
 )
 
 # --- Input rows from files: tables, pictures, arrays, CSV and JSON ---
@@ -87,7 +84,7 @@ def read_rows(paths: Sequence[Path], spec: ModelSpec) -> Rows:
             "there are no input files. Give images, .npy, .npz or .json files, or tables: .csv, .parquet, .jsonl, or - "
             "for a table on standard input."
         )
-    parts = [_read_part(path, spec) for path in paths]
+    parts = [_read_as_table(path, spec) or _read_arrays(path, spec) for path in paths]
     if len(parts) == 1:
         return parts[0]
     arrays = {name: [part.arrays[name] for part in parts] for name in spec.inputs}
@@ -103,14 +100,6 @@ def read_rows(paths: Sequence[Path], spec: ModelSpec) -> Rows:
         {name: [cell for other in columns for cell in other[name]] for name in columns[0]} if columns else None,
         parts[0].suffix,
     )
-
-
-def _read_part(path: Path, spec: ModelSpec) -> Rows:
-    if (rows := _read_as_table(path, spec)) is not None:
-        return rows
-    arrays = _read(path, spec)
-    count = rows_of(arrays)
-    return Rows(arrays, [path.name] if count == 1 else [f"{path.name}[{i}]" for i in range(count)])
 
 
 def _read_as_table(path: Path, spec: ModelSpec) -> Rows | None:
@@ -154,7 +143,7 @@ def _is_nameless(heading: Sequence[str], spec: ModelSpec) -> bool:
     return tensor.dtype != "str" and not (tensor.columns and _is_heading(heading))
 
 
-def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
+def _read_arrays(path: Path, spec: ModelSpec) -> Rows:
     kind = path.suffix.lower()
     try:
         if kind in _PICTURES:
@@ -184,7 +173,9 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
         raise DataError(describe_not_utf8(str(path), error)) from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    return _conform(path, raw, spec)
+    arrays = _conform(path, raw, spec)
+    count = rows_of(arrays)
+    return Rows(arrays, [path.name] if count == 1 else [f"{path.name}[{i}]" for i in range(count)])
 
 
 def _array(path: Path) -> Array:

@@ -1,18 +1,25 @@
-"""Batching of requests, and their distribution to replicas."""
+"""Batching of a model's requests, and the replicas that answer them."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from paceline_serving.model import UNBOUNDED, Array, Arrays, ServingOptions, rows_of
-from paceline_serving.replica_process import BatchFailed, ReplicaDied
+from paceline.core.errors import ServingError
+from paceline_serving.model import UNBOUNDED, Array, Arrays, ServedModel, ServingOptions, rows_of
+from paceline_serving.replica_process import BatchFailed, ReplicaDied, ReplicaProcess, ReplicaStarter
+
+log = logging.getLogger("paceline_serving")
 
 # --- Failures of requests, with their HTTP status ---
 
@@ -59,6 +66,7 @@ class DeadlinePassed(RequestFailure):
 
 
 _MEASUREMENT_S = 0.1
+_MAX_PAUSE_S = 10.0
 _QUEUED_PIECES = 64  # of a request with more rows than a batch
 MAX_IN_FLIGHT = 2  # batches per replica: the one that it computes, and the next
 _Shape = tuple[tuple[int, ...], ...]
@@ -96,33 +104,6 @@ class _PendingRequest:
         self.arrived_at = arrived_at
         self.answer = answer
         self.lost_replicas = 0
-
-
-class _DividedRequest:
-    """A request of more rows than a batch.
-
-    Attributes:
-        unqueued_rows: rows whose pieces are not in the queue yet.
-        pieces: answers of the pieces that are, in order.
-        outputs: of the rows that were computed.
-    """
-
-    def __init__(self, inputs: Arrays, rows: int) -> None:
-        self.inputs = inputs
-        self.rows = rows
-        self.unqueued_rows = rows
-        self.pieces: deque[asyncio.Future[dict[str, Array]]] = deque()
-        self.outputs: dict[str, Array] = {}
-        self._computed = 0
-
-    def add(self, outputs: Arrays) -> None:
-        self.pieces.popleft()
-        end = self._computed + rows_of(outputs)
-        for name, array in outputs.items():
-            if name not in self.outputs:
-                self.outputs[name] = np.empty((self.rows, *array.shape[1:]), array.dtype)
-            self.outputs[name][self._computed : end] = array
-        self._computed = end
 
 
 class _Speed:
@@ -194,36 +175,37 @@ class Batcher:
         """Submit a request, unless the queue is full; cancelling its answer removes it from the queue."""
         rows = rows_of(inputs)
         self.check_room(rows)
-        max_batch = self._options.max_batch
-        if rows <= max_batch:
-            return self._enqueue(inputs)
-        large = _DividedRequest(inputs, rows)
+        return self._enqueue(inputs) if rows <= self._options.max_batch else self._submit_large(inputs, rows)
+
+    def _submit_large(self, inputs: Arrays, rows: int) -> asyncio.Future[dict[str, Array]]:
+        """Submit a request of many batches, of which a few at a time are in the queue, as each takes memory."""
+        unqueued, max_batch = rows, self._options.max_batch
         self.waiting_rows += rows
-        answer = asyncio.ensure_future(self._compute_large(large))
-        # A task that is cancelled before it starts cannot do this itself.
-        answer.add_done_callback(lambda _: self._drop_large(large))
+        pieces: deque[asyncio.Future[dict[str, Array]]] = deque()
+
+        async def compute() -> dict[str, Array]:
+            nonlocal unqueued
+            outputs: list[dict[str, Array]] = []
+            while unqueued or pieces:
+                while unqueued and len(pieces) < _QUEUED_PIECES:
+                    start = rows - unqueued
+                    piece = {name: array[start : start + max_batch] for name, array in inputs.items()}
+                    unqueued -= rows_of(piece)
+                    self.waiting_rows -= rows_of(piece)
+                    pieces.append(self._enqueue(piece))
+                outputs.append(await pieces[0])
+                pieces.popleft()
+            return {name: np.concatenate([each[name] for each in outputs]) for name in outputs[0]}
+
+        def drop(_: object) -> None:
+            self.waiting_rows -= unqueued
+            for piece in pieces:
+                if not piece.cancel() and not piece.cancelled():
+                    piece.exception()  # otherwise asyncio would report it
+
+        answer = asyncio.ensure_future(compute())
+        answer.add_done_callback(drop)  # a task that is cancelled before it starts cannot do this itself
         return answer
-
-    async def _compute_large(self, large: _DividedRequest) -> dict[str, Array]:
-        """Compute a request of many batches; a few pieces at a time are in the queue, as each takes memory."""
-        for start in range(0, large.rows, self._options.max_batch):
-            piece = {name: array[start : start + self._options.max_batch] for name, array in large.inputs.items()}
-            large.unqueued_rows -= rows_of(piece)
-            self.waiting_rows -= rows_of(piece)
-            large.pieces.append(self._enqueue(piece))
-            if len(large.pieces) == _QUEUED_PIECES:
-                large.add(await large.pieces[0])
-        while large.pieces:
-            large.add(await large.pieces[0])
-        return large.outputs
-
-    def _drop_large(self, large: _DividedRequest) -> None:
-        self.waiting_rows -= large.unqueued_rows
-        large.unqueued_rows = 0
-        for piece in large.pieces:
-            if not piece.cancel() and not piece.cancelled():
-                piece.exception()  # otherwise asyncio would report it
-        large.pieces.clear()
 
     def check_room(self, rows: int = 1) -> None:
         """Refuse a request that does not fit into the queue, with the time after which there should be room."""
@@ -389,3 +371,131 @@ def _answer(batch: Sequence[_PendingRequest], outputs: dict[str, Array]) -> None
 def _fail(item: _PendingRequest, failure: RequestFailure) -> None:
     if not item.answer.done():
         item.answer.set_exception(failure)
+
+
+# --- Deployments: a model's batcher and its replicas, which are kept alive ---
+
+
+@dataclass(frozen=True)
+class DeploymentEvents:
+    """Callbacks of a deployment: the rows and seconds of each batch, and the death of a replica."""
+
+    on_batch: Callable[[int, float], None]
+    on_restart: Callable[[], None]
+
+
+NO_EVENTS = DeploymentEvents(lambda rows, seconds: None, lambda: None)
+
+
+class Deployment(ABC):
+    """One version of a model, with the queue of its requests.
+
+    Attributes:
+        spec: for clients.
+        exact_sizes: with ``--exact``, the sizes of the batches that replicas compute, the largest first.
+    """
+
+    exact_sizes: tuple[int, ...] = ()
+
+    def __init__(self, model: ServedModel, options: ServingOptions, observer: DeploymentEvents) -> None:
+        self.spec = model.spec
+        self.batcher = Batcher(options, observer.on_batch)
+        self._model = model
+        self._options = options
+        self._on_restart = observer.on_restart
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Return when all required replicas are ready.
+
+        Raises:
+            ServingError: a replica cannot load the model or has no resources; all replicas have ended.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Answer all accepted requests, then end the replicas."""
+
+    def abandon(self) -> None:
+        """Answer no more requests: :meth:`close` will not wait for them."""
+        self.batcher.abandon()
+
+    @property
+    def ready_replicas(self) -> int:
+        return len(self.batcher.replicas)
+
+
+class LocalDeployment(Deployment):
+    """A deployment whose replicas are processes of this machine, restarted when they die."""
+
+    def __init__(
+        self,
+        starter: ReplicaStarter,
+        model: ServedModel,
+        options: ServingOptions,
+        observer: DeploymentEvents = NO_EVENTS,
+    ) -> None:
+        super().__init__(model, options, observer)
+        self._starter = starter
+        self._keep_alive_tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        devices = [self._options.devices[i % len(self._options.devices)] for i in range(self._options.replicas)]
+        started = await asyncio.gather(*map(self._start_replica, devices), return_exceptions=True)
+        replicas = [replica for replica in started if isinstance(replica, ReplicaProcess)]
+        failures = [failure for failure in started if isinstance(failure, BaseException)]
+        if len({replica.exact_sizes for replica in replicas}) > 1:
+            failures.append(
+                ServingError(f"{self.spec.name}: --exact: the devices compute other bits. Use devices of one model.")
+            )
+        if failures:
+            await asyncio.gather(*(replica.end() for replica in replicas))
+            raise failures[0]
+        self.exact_sizes = replicas[0].exact_sizes
+        for replica, device in zip(replicas, devices, strict=True):
+            self.batcher.add(replica)
+            self._keep_alive_tasks.append(asyncio.create_task(self._keep_alive(replica, device)))
+
+    def abandon(self) -> None:
+        super().abandon()
+        for task in self._keep_alive_tasks:
+            task.cancel()  # before it starts another replica
+        for replica in self.batcher.replicas:
+            if isinstance(replica, ReplicaProcess):
+                replica.kill()
+
+    async def close(self) -> None:
+        await self.batcher.finish()
+        for task in self._keep_alive_tasks:
+            task.cancel()
+        await asyncio.gather(*self._keep_alive_tasks, return_exceptions=True)
+
+    def _start_replica(self, device: str) -> asyncio.Future[ReplicaProcess]:
+        return asyncio.ensure_future(ReplicaProcess.start(self._model, device, self._options, self._starter))
+
+    async def _keep_alive(self, replica: ReplicaProcess | None, device: str) -> None:
+        pause_s = 0.0
+        try:
+            while True:
+                if replica is not None:
+                    await replica.wait_gone()
+                    self.batcher.remove(replica)
+                    log.warning("%s: replica %d died; starting another", self.spec.name, replica.pid)
+                    await replica.end()
+                    replica = None
+                    self._on_restart()
+                await asyncio.sleep(pause_s)
+                try:
+                    replica = await self._start_replica(device)
+                except (ServingError, OSError) as error:
+                    pause_s = min(max(2 * pause_s, 0.5), _MAX_PAUSE_S)
+                    log.error("%s; retrying in %g s", str(error).removesuffix("."), pause_s)
+                else:
+                    pause_s = 0.0
+                    self.batcher.add(replica)
+                    log.info("%s: replica %d is ready", self.spec.name, replica.pid)
+        finally:
+            if replica is not None:
+                with suppress(ValueError):
+                    self.batcher.remove(replica)
+                await replica.end()

@@ -17,7 +17,7 @@ import numpy as np
 
 from paceline.core.errors import ConfigError, ServingError
 from paceline.core.inference import TensorSpec
-from paceline_serving.bearer_tokens import read_bearer_token
+from paceline_serving.access import read_bearer_token
 from paceline_serving.model import DATATYPES, Array, Arrays, InputField, ModelSpec, OutputField, rows_of
 
 _Field = TypeVar("_Field", InputField, OutputField)
@@ -67,14 +67,14 @@ class Client:
         record = self._metadata(model)
         parameters = record.get("parameters", {})
         fields, output_fields = _fields_of(record)
-        names = [entry["name"] for side in ("inputs", "outputs") for entry in record[side]]
-        inputs = {name: [each for each in fields if each.input == name] for name in names}
-        outputs = {name: [each for each in output_fields if each.output == name] for name in names}
         return ModelSpec(
             name=model,
             version=(record.get("versions") or ["1"])[0],
-            inputs={entry["name"]: _tensor(entry, inputs[entry["name"]]) for entry in record["inputs"]},
-            outputs={entry["name"]: _tensor(entry, outputs[entry["name"]]) for entry in record["outputs"]},
+            inputs={each["name"]: _tensor(each, fields) for each in record["inputs"]},
+            outputs={
+                each["name"]: _tensor(each, [f for f in output_fields if f.output == each["name"]])
+                for each in record["outputs"]
+            },
             labels=tuple(parameters.get("labels", ())),
             label=parameters.get("label"),
             probabilities=parameters.get("probabilities"),
@@ -162,9 +162,11 @@ def _parse_fields(parameters: Mapping[str, Any], name: str, kind: type[_Field]) 
         return []  # another server's
 
 
-def _tensor(entry: Mapping[str, Any], fields: Sequence[InputField] | Sequence[OutputField]) -> TensorSpec:
+def _tensor(entry: Mapping[str, Any], fields: Sequence[InputField | OutputField]) -> TensorSpec:
     """Return a tensor of the metadata, with what its ``fields`` tell and its entry in the protocol does not."""
     known: dict[str, Any] = {}
+    name = entry["name"]
+    fields = [each for each in fields if name == (each.input if isinstance(each, InputField) else each.output)]
     if fields:
         first = fields[0]
         has_columns = not first.shape and len(entry["shape"]) == 2

@@ -11,12 +11,13 @@ import math
 import socket
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import unquote
 
 import httptools
@@ -564,46 +565,40 @@ class RequestBodies:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def hold(self) -> BodySize:
-        return BodySize(self)
+    @contextmanager
+    def hold(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that counts bytes of one body, and refuses them if the server would hold too many."""
+        size = counted = 0
+
+        def add(more: int) -> None:
+            nonlocal size, counted
+            size += more
+            uncounted = max(0, size - _UNCOUNTED_BYTES) - counted
+            if self.held_bytes + uncounted > self.max_held_bytes:
+                raise RequestFailure(
+                    503,
+                    f"the server holds requests of {self.held_bytes:,} bytes, and accepts at most "
+                    f"{self.max_held_bytes:,}. Try again in {_RETRY_AFTER_S} s.",
+                    [(b"retry-after", str(_RETRY_AFTER_S).encode())],
+                )
+            self.held_bytes += uncounted
+            counted += uncounted
+
+        try:
+            yield add
+        finally:
+            self.held_bytes -= counted
 
     def run(self, function: Callable[..., _T], *arguments: Any) -> asyncio.Future[_T]:
         """Call a function of a large body in the thread."""
         return asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
 
-class BodySize:
-    """The size of one body so far; a context manager."""
-
-    def __init__(self, bodies: RequestBodies) -> None:
-        self._bodies = bodies
-        self._size = 0
-        self._counted = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bodies.held_bytes -= self._counted
-
-    def add(self, size: int) -> None:
-        """Count ``size`` bytes more; refuse them if the server would hold too many."""
-        self._size += size
-        counted, bodies = max(0, self._size - _UNCOUNTED_BYTES), self._bodies
-        held_bytes = bodies.held_bytes + counted - self._counted
-        if held_bytes > bodies.max_held_bytes:
-            raise RequestFailure(
-                503,
-                f"the server holds requests of {bodies.held_bytes:,} bytes, and accepts at most "
-                f"{bodies.max_held_bytes:,}. Try again in {_RETRY_AFTER_S} s.",
-                [(b"retry-after", str(_RETRY_AFTER_S).encode())],
-            )
-        bodies.held_bytes = held_bytes
-        self._counted = counted
-
-
-async def read_body(request: Request, limit: int, held: BodySize) -> bytes | bytearray:
+async def read_body(request: Request, limit: int, hold: Callable[[int], None]) -> bytes | bytearray:
     """Read a request's body.
+
+    Args:
+        hold: counts its bytes.
 
     Raises:
         RequestFailure: it has more than ``limit`` bytes, or the server holds too many.
@@ -614,7 +609,7 @@ async def read_body(request: Request, limit: int, held: BodySize) -> bytes | byt
     if declared > limit:
         raise RequestFailure(413, f"the body has {declared:,} bytes; at most {limit:,} are allowed.")
     first = await request.read()
-    held.add(len(first))
+    hold(len(first))
     if not request.has_more:
         return first
     body = bytearray(first)
@@ -622,7 +617,7 @@ async def read_body(request: Request, limit: int, held: BodySize) -> bytes | byt
         if len(body) + len(piece) > limit:
             await _discard(request, limit)
             raise RequestFailure(413, f"the body has more than {limit:,} bytes.", [(b"connection", b"close")])
-        held.add(len(piece))
+        hold(len(piece))
         body += piece
     return body
 

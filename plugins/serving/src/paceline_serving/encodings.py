@@ -305,10 +305,7 @@ class Vocabulary(Encoding):
 
         Args:
             texts: of the training data.
-            max_length: number of ids of a text.
             max_size: number of ids, with the two.
-            split: what a token is.
-            lowercase: whether texts are converted to lower case.
 
         Raises:
             EncodingError: a value is not a text, such as a missing one; says which.

@@ -13,8 +13,8 @@ kernels instead; that is as exact, but needs a kernel for each operation and dev
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class ExactServable:
     def __init__(self, servable: Servable, spec: ModelSpec) -> None:
         self._servable = servable
         self._spec = spec
-        self._sizes: OrderedDict[Shape, tuple[int, ...]] = OrderedDict()
+        self._sizes = lru_cache(_KNOWN_SHAPES)(self._find_sizes)
 
     @property
     def example_sizes(self) -> tuple[int, ...]:
@@ -47,15 +47,11 @@ class ExactServable:
         return self.sizes({name: example(tensor, 1) for name, tensor in self._spec.inputs.items()})
 
     def sizes(self, inputs: Arrays) -> tuple[int, ...]:
-        shape = tuple(inputs[name].shape[1:] for name in self._spec.inputs)
-        if shape not in self._sizes:
-            is_open = any(None in tensor.shape for tensor in self._spec.inputs.values())
-            candidates = _SIZES_OF_OPEN_SHAPES if is_open else _SIZES
-            self._sizes[shape] = find_exact_sizes(self._servable, self._spec.inputs, shape, candidates)
-            if len(self._sizes) > _KNOWN_SHAPES:
-                self._sizes.popitem(last=False)
-        self._sizes.move_to_end(shape)
-        return self._sizes[shape]
+        return self._sizes(tuple(inputs[name].shape[1:] for name in self._spec.inputs))
+
+    def _find_sizes(self, shape: Shape) -> tuple[int, ...]:
+        is_open = any(None in tensor.shape for tensor in self._spec.inputs.values())
+        return find_exact_sizes(self._servable, self._spec.inputs, shape, _SIZES_OF_OPEN_SHAPES if is_open else _SIZES)
 
     def predict(self, inputs: Arrays) -> dict[str, Array]:
         """Return outputs by name for a batch of any number of rows."""
@@ -81,7 +77,11 @@ def find_exact_sizes(
     Returns:
         The largest size at which a row's bits depend on the row alone, and the smaller ones with the same bits.
     """
-    rows = _test_rows(inputs, shape, candidates[0])
+    generator = np.random.default_rng(0)
+    rows = {
+        name: _random_rows(generator, spec, (candidates[0], *sizes))
+        for (name, spec), sizes in zip(inputs.items(), shape, strict=True)
+    }
     try:
         _bits_in_order(servable, rows, np.arange(candidates[0]), 1)
     except Exception:  # the model knows fewer categories, or has conditions that a signature cannot tell
@@ -149,14 +149,6 @@ def _in_new_memory(array: Array, size: int) -> Array:
     batch[: len(array)] = array
     batch[len(array) :] = array[:1]
     return batch
-
-
-def _test_rows(inputs: Mapping[str, TensorSpec], shape: Shape, number: int) -> Arrays:
-    generator = np.random.default_rng(0)
-    return {
-        name: _random_rows(generator, spec, (number, *sizes))
-        for (name, spec), sizes in zip(inputs.items(), shape, strict=True)
-    }
 
 
 def _random_rows(generator: np.random.Generator, spec: TensorSpec, shape: tuple[int, ...]) -> Array:

@@ -22,27 +22,23 @@ def main(kind: str, descriptor: int) -> int:
 
 
 def _preload(kind: str) -> None:
+    """Import what loading a model will, much of which torch imports only when it is used."""
     try:
-        _import_loader(kind)
+        if kind == "task":
+            import paceline.export.formats  # noqa: F401
+
+            return
+        import torch
+        from torch.export.passes import move_to_device_pass  # noqa: F401
+
+        program = torch.export.export(torch.nn.Identity(), (torch.zeros(1),))
+        stream = io.BytesIO()
+        torch.export.save(program, stream)
+        stream.seek(0)
+        torch.export.load(stream).module()
     except Exception:
         # The replicas will say what is wrong, each for its own model.
         traceback.print_exc()
-
-
-def _import_loader(kind: str) -> None:
-    """Import what loading a model will, much of which torch imports only when it is used."""
-    if kind == "task":
-        import paceline.export.formats  # noqa: F401
-
-        return
-    import torch
-    from torch.export.passes import move_to_device_pass  # noqa: F401
-
-    program = torch.export.export(torch.nn.Identity(), (torch.zeros(1),))
-    stream = io.BytesIO()
-    torch.export.save(program, stream)
-    stream.seek(0)
-    torch.export.load(stream).module()
 
 
 if __name__ == "__main__":

@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
+import shutil
 import signal
-import socket
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
+import psutil
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
@@ -28,12 +30,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from paceline.core.errors import PacelineError
+from paceline.core.built_in import DIRECTORY_FORMATS
+from paceline.core.errors import ConfigError, PacelineError, ServingError
+from paceline.core.parent_death import kill_with_parent_command
+from paceline.core.plugins import import_object, install_command
+from paceline.core.sockets import free_loopback_port
 from paceline_serving.access import AccessPolicy
 from paceline_serving.app import CONTENT_TYPE
 from paceline_serving.batching import RequestFailure
-from paceline_serving.engines import EngineName, EngineProcess
-from paceline_serving.server import ListenAddress, bind, url_of
+from paceline_serving.model import ServingOptions
+from paceline_serving.server import ListenAddress, Shutdown, bind, url_of
 
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "date", "server"})
 _PRIVATE = frozenset({"host", "authorization", "content-length", "accept-encoding", *_HOP_BY_HOP})
@@ -48,51 +54,219 @@ _BUSY = 0.05
 log = logging.getLogger("paceline_serving")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GatewayOptions:
-    """How a gateway runs its engine.
+# --- Engines: each a process that Paceline starts and ends ---
+
+
+EngineName = Literal["transformers", "vllm"]
+
+_POLL_S, _STOP_S = 0.2, 10.0
+
+
+def _transformers(model: str, port: int) -> list[str]:
+    # Its command line, run by this interpreter: the one that PATH finds may be of another environment.
+    main = "from transformers.cli.transformers import main; main()"
+    return [sys.executable, "-c", main, "serve", model, "--host", "127.0.0.1", "--port", str(port)]
+
+
+def _vllm(model: str, port: int) -> list[str]:
+    program = shutil.which("vllm")
+    if program is None:
+        raise ConfigError("--engine vllm needs vLLM, whose command is not on PATH. Install it: pip install vllm")
+    return [program, "serve", model, "--host", "127.0.0.1", "--port", str(port)]
+
+
+_COMMANDS: Mapping[EngineName, Callable[[str, int], list[str]]] = {"transformers": _transformers, "vllm": _vllm}
+
+
+def engine_command(name: EngineName, model: str, port: int, arguments: Sequence[str] = ()) -> list[str]:
+    """Return the command of an engine that serves the model of a directory in its own, on a port of this machine.
+
+    Raises:
+        ConfigError: its program or libraries are not installed.
+    """
+    if name == "transformers":
+        try:
+            import fastapi  # noqa: F401
+            import openai  # noqa: F401
+            import uvicorn  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"--engine transformers: {error}. Install it: {install_command('engine')}") from error
+    return [*_COMMANDS[name](model, port), *arguments]
+
+
+def open_language_model(location: Path) -> Path:
+    """Return the directory of transformers for a run, which is exported, or for a directory that is one.
+
+    Raises:
+        UserError: it is neither, or the run cannot be exported.
+        ExportError: what was exported does not compute the same as the trained model.
+    """
+    if (location / "config.json").is_file():
+        return location
+    if not (location / "run.toml").is_file():
+        raise ConfigError(f"{location} is neither a run nor a directory of transformers: it has no config.json.")
+    from paceline.export.export import ExportedDirectory, ExportRequest
+
+    export_hf: Callable[[ExportRequest], ExportedDirectory] = import_object(DIRECTORY_FORMATS["hf"])
+
+    log.info("exporting %s", location)
+    with redirect_stdout(sys.stderr):  # which libraries print to when they are imported
+        return Path(export_hf(ExportRequest(run=location)).directory)
+
+
+class EngineProcess:
+    """One process of an engine, with the requests that it is answering.
 
     Attributes:
-        engine: its name.
-        arguments: further words of its command.
-        open_model: a run's or a model's directory -> the directory that the engine loads.
-        max_requests: that may be in flight; further ones get 429.
-        max_body_bytes: the largest request.
-        startup_timeout_s: how long an engine may take until its first answer.
-        hang_timeout_s: how long it may answer no probe, or have requests without sending or computing anything.
-        drain_delay_s: how long to report "not ready" after SIGTERM before refusing connections.
+        model: the directory that it serves.
+        name: by which it knows the model.
+        url: where it listens, on loopback.
+        answers_as: its name of the model in answers.
+        in_flight: requests that have no whole answer yet.
+        heard_at: when it last answered a probe, by ``time.monotonic``.
+        moved_at: when it last sent a part of an answer, or computed one, or had none to compute.
     """
 
-    engine: EngineName
-    arguments: Sequence[str]
-    open_model: Callable[[Path], Path]
-    max_requests: int
-    max_body_bytes: int
-    receive_timeout_s: float
-    startup_timeout_s: float
-    hang_timeout_s: float
-    drain_delay_s: float
+    def __init__(self, kind: EngineName, model: Path, arguments: Sequence[str]) -> None:
+        self.model = model.resolve()
+        self.name = self.model.name
+        self.answers_as = f"{self.name}@main" if kind == "transformers" else self.name
+        self.in_flight = 0
+        self.heard_at = 0.0
+        self.moved_at = 0.0
+        self._kind = kind
+        self._arguments = arguments
+        self._process: asyncio.subprocess.Process | None = None
+        self.url = ""
+
+    async def start(self, client: httpx.AsyncClient, timeout_s: float) -> None:
+        """Start the process, and wait until it has answered a request.
+
+        Raises:
+            ConfigError: it cannot be started.
+            ServingError: it ended, or has not answered in time.
+        """
+        port = free_loopback_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = kill_with_parent_command(engine_command(self._kind, self.name, port, self._arguments))
+        # A session of its own: Ctrl-C reaches Paceline alone, which lets the engine finish its answers.
+        self._process = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=self.model.parent,  # so answers name the model, and not where it is
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await self._answers(client):
+                    if self._process.returncode is not None:
+                        raise ServingError(
+                            f"--engine {self._kind} ended with exit code {self._process.returncode} before it was "
+                            "ready; its output above has the cause."
+                        )
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            await self.stop()
+            raise ServingError(
+                f"--engine {self._kind} was not ready after {timeout_s:g} s. Allow more: --startup-timeout."
+            ) from None
+        except BaseException:
+            await self.stop()
+            raise
+        self.heard_at = time.monotonic()
+        self.moved_at = self.heard_at
+
+    async def _answers(self, client: httpx.AsyncClient) -> bool:
+        """Return whether it generates a token; the first one may take many seconds more than the next ones."""
+        body = {"model": self.name, "prompt": "a", "max_tokens": 1}
+        with suppress(httpx.TransportError):
+            if (await client.get(f"{self.url}/health")).status_code != 200:
+                return False
+            answer = await client.post(f"{self.url}/v1/completions", json=body)
+            if answer.status_code == 200:
+                return True
+            raise ServingError(f"--engine {self._kind} cannot generate with {self.model}: {answer.text:.500}")
+        return False
+
+    async def probe(self, client: httpx.AsyncClient, limit_s: float) -> None:
+        """Ask again and again whether it is well; an answer within ``limit_s`` is noted in ``heard_at``."""
+        while self.is_alive:
+            await asyncio.sleep(limit_s / 8)
+            with suppress(httpx.TransportError):
+                if (await client.get(f"{self.url}/health", timeout=limit_s)).status_code == 200:
+                    self.heard_at = time.monotonic()
+
+    def cpu_s(self) -> float:
+        """Return the CPU time that it and what it has started have used."""
+        assert self._process is not None
+        used_s = 0.0
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self._process.pid)
+            for each in (process, *process.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    used_s += sum(each.cpu_times()[:2])
+        return used_s
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process runs."""
+        return self._process is not None and self._process.returncode is None
+
+    async def wait(self) -> int:
+        """Return its exit code when it has ended."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        """End it at once, also if it is stopped."""
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """End the process and all that it has started."""
+        if self._process is None or not self.is_alive:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _STOP_S)
+                break
+
+
+# --- The gateway ---
 
 
 class _GatewayMetrics:
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter("paceline_requests", "Requests, by status.", ("code",), registry=self.registry)
-        self.tokens = Counter("paceline_tokens", "Generated tokens.", registry=self.registry)
-        self.in_flight = Gauge("paceline_requests_in_flight", "Unanswered requests.", registry=self.registry)
-        self.restarts = Counter("paceline_engine_restarts", "Engines that died or hung.", registry=self.registry)
-        self.swaps = Counter("paceline_swaps", "Models replaced.", registry=self.registry)
-        self.first_byte = Histogram(
-            "paceline_first_byte_seconds", "Time to the first byte of an answer.", registry=self.registry
-        )
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter("paceline_requests", "Requests, by status.", ("code",), registry=registry)
+        self.tokens = Counter("paceline_tokens", "Generated tokens.", registry=registry)
+        self.in_flight = Gauge("paceline_requests_in_flight", "Unanswered requests.", registry=registry)
+        self.restarts = Counter("paceline_engine_restarts", "Engines that died or hung.", registry=registry)
+        self.swaps = Counter("paceline_swaps", "Models replaced.", registry=registry)
+        help = "Time to the first byte of an answer."
+        self.first_byte = Histogram("paceline_first_byte_seconds", help, registry=registry)
 
 
 class Gateway:
-    """Sends requests to the current engine, starts another when it dies, and replaces it without losing a request."""
+    """Sends requests to the current engine, starts another when it dies, and replaces it without losing a request.
 
-    def __init__(self, name: str, options: GatewayOptions, access: AccessPolicy) -> None:
+    Args:
+        name: of the model, for clients.
+        kind: of the engine.
+        arguments: further words of its command.
+    """
+
+    def __init__(
+        self, name: str, kind: EngineName, arguments: Sequence[str], options: ServingOptions, access: AccessPolicy
+    ) -> None:
         self.draining = False
         self._name = name
+        self._kind = kind
+        self._arguments = arguments
         self._options = options
         self._access = access
         self._engine: EngineProcess | None = None
@@ -112,9 +286,7 @@ class Gateway:
                 Route("/v2/health/live", self._live),
                 Route("/v2/health/ready", self._ready),
                 Route("/health", self._ready),
-                Route("/metrics", self._show_metrics),
-                Route("/v2/models", self._models),
-                Route("/v1/models", self._openai_models),
+                *(Route(path, self._show) for path in ("/metrics", "/v2/models", "/v1/models")),
                 Route("/v2/repository/models/{name}/load", self._load, methods=["POST"]),
                 Route("/v1/{path:path}", self._preflight, methods=["OPTIONS"]),
                 Route("/v1/{path:path}", self._forward, methods=["GET", "POST"]),
@@ -125,11 +297,7 @@ class Gateway:
     # --- Engines
 
     async def start(self, model: Path) -> None:
-        """Start the engine of a model, and wait until it answers.
-
-        Raises:
-            ServingError: it does not.
-        """
+        """Start the engine of a model, and wait until it answers; a ServingError says why it does not."""
         self._engine = await self._start(model)
 
     async def close(self) -> None:
@@ -140,10 +308,10 @@ class Gateway:
         await self._client.aclose()
 
     async def _start(self, model: Path) -> EngineProcess:
-        return await self._launch(await asyncio.to_thread(self._options.open_model, model))
+        return await self._launch(await asyncio.to_thread(open_language_model, model))
 
     async def _launch(self, directory: Path) -> EngineProcess:
-        engine = EngineProcess(self._options.engine, directory, self._options.arguments)
+        engine = EngineProcess(self._kind, directory, self._arguments)
         await engine.start(self._client, self._options.startup_timeout_s)
         self._engines.add(engine)
         self._spawn(self._watch(engine))
@@ -163,7 +331,7 @@ class Gateway:
         pause_s = 1.0
         while self._engine is engine and not self.draining:
             self._metrics.restarts.inc()
-            log.warning("--engine %s died (exit code %s); another one is started", self._options.engine, code)
+            log.warning("--engine %s died (exit code %s); another one is started", self._kind, code)
             try:
                 replacement = await self._launch(engine.model)
             except PacelineError as error:
@@ -189,7 +357,7 @@ class Gateway:
             before, cpu_s = now, cpu_s + used_s
             still_s = now - min(engine.heard_at, engine.moved_at)
             if still_s > limit_s and engine.is_alive:
-                log.warning("--engine %s has stood still for %.0f s, and is killed", self._options.engine, still_s)
+                log.warning("--engine %s has stood still for %.0f s, and is killed", self._kind, still_s)
                 engine.kill()
 
     async def _retire(self, engine: EngineProcess) -> None:
@@ -209,19 +377,15 @@ class Gateway:
             ready = False
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
-    async def _show_metrics(self, request: Request) -> Response:
+    async def _show(self, request: Request) -> Response:
         self._check(request)
-        return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE.decode())
-
-    async def _models(self, request: Request) -> Response:
-        self._check(request)
-        return JSONResponse({"models": [self._name]})
-
-    async def _openai_models(self, request: Request) -> Response:
-        self._check(request)
-        return JSONResponse(
-            {"object": "list", "data": [{"id": self._name, "object": "model", "created": 0, "owned_by": "paceline"}]}
-        )
+        match request.url.path:
+            case "/metrics":
+                return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE.decode())
+            case "/v2/models":
+                return JSONResponse({"models": [self._name]})
+        entry = {"id": self._name, "object": "model", "created": 0, "owned_by": "paceline"}
+        return JSONResponse({"object": "list", "data": [entry]})
 
     async def _load(self, request: Request) -> Response:
         """Replace the model, as ``paceline deploy`` asks: new requests go to the new engine, old ones are finished."""
@@ -258,7 +422,7 @@ class Gateway:
         engine = self._engine
         if engine is None or not engine.is_alive:
             raise RequestFailure(503, "the engine is not ready.", _RETRY)
-        if engine.in_flight >= self._options.max_requests:
+        if engine.in_flight >= self._options.max_queue:
             raise RequestFailure(429, "too many requests are in flight.", _RETRY)
         engine.in_flight += 1
         engine.moved_at = max(engine.moved_at, time.monotonic() if engine.in_flight == 1 else 0.0)
@@ -407,11 +571,18 @@ class _GatewayServer(uvicorn.Server):
 
 
 async def serve_engine(
-    model: Path, name: str, address: ListenAddress, options: GatewayOptions, on_ready: Callable[[str], None]
+    kind: EngineName,
+    arguments: Sequence[str],
+    model: Path,
+    name: str,
+    address: ListenAddress,
+    options: ServingOptions,
+    on_ready: Callable[[str], None],
 ) -> None:
-    """Serve a model by an engine until SIGTERM or SIGINT; then finish the accepted requests. A second signal cuts them.
+    """Serve a model by an engine until SIGTERM or SIGINT; then finish the accepted requests.
 
     Args:
+        arguments: further words of the engine's command.
         model: a run's or a model's directory.
         name: of the model, for clients.
         on_ready: called with the URL when the engine has answered.
@@ -420,53 +591,25 @@ async def serve_engine(
         ConfigError: it cannot listen on the address.
         ServingError: the engine cannot serve the model.
     """
-    loop = asyncio.get_running_loop()
-    stop, force = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (force if stop.is_set() else stop).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    gateway = Gateway(name, options, AccessPolicy(address.tokens, address.cors_origins, address.admin_token))
+    stop = Shutdown()
+    access = AccessPolicy(address.tokens, address.cors_origins, address.admin_token)
+    gateway = Gateway(name, kind, arguments, options, access)
     with bind(address) as bound:
         try:
-            starting = asyncio.create_task(gateway.start(model))
-            stopping = asyncio.create_task(stop.wait())
-            await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                starting.cancel()
-                with suppress(asyncio.CancelledError):
-                    await starting
+            if not await stop.allows(gateway.start(model)):
                 return
-            starting.result()
-            await _listen(gateway, bound, options, (stop, force), on_ready)
+            config = uvicorn.Config(gateway.app, log_config=None, access_log=False, lifespan="off", server_header=False)
+            server = _GatewayServer(config)
+            serving = asyncio.create_task(server.serve([bound]))
+            while not server.started and not serving.done():
+                await asyncio.sleep(0.01)
+            on_ready(url_of(bound))
+            await stop.requested.wait()
+            gateway.draining = True
+            await stop.delay(options.drain_delay_s)
+            server.should_exit = True
+            await stop.unless_forced(serving)
+            server.force_exit = not serving.done()
+            await serving
         finally:
             await gateway.close()
-
-
-async def _listen(
-    gateway: Gateway,
-    bound: socket.socket,
-    options: GatewayOptions,
-    signals: tuple[asyncio.Event, asyncio.Event],
-    on_ready: Callable[[str], None],
-) -> None:
-    stop, force = signals
-    config = uvicorn.Config(gateway.app, log_config=None, access_log=False, lifespan="off", server_header=False)
-    server = _GatewayServer(config)
-    serving = asyncio.create_task(server.serve([bound]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    on_ready(url_of(bound))
-    await stop.wait()
-    gateway.draining = True
-    with suppress(TimeoutError):
-        await asyncio.wait_for(force.wait(), options.drain_delay_s)
-    server.should_exit = True
-    forcing = asyncio.create_task(force.wait())
-    await asyncio.wait((serving, forcing), return_when=asyncio.FIRST_COMPLETED)
-    if not serving.done():
-        server.force_exit = True
-    forcing.cancel()
-    await serving

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -18,7 +17,7 @@ from paceline import __version__
 from paceline.core.errors import ConfigError
 from paceline_serving.access import AccessPolicy
 from paceline_serving.app import Models, await_result
-from paceline_serving.batching import InvalidRequest, RequestFailure
+from paceline_serving.batching import Deployment, InvalidRequest, RequestFailure
 from paceline_serving.connection import LARGE_BYTES
 from paceline_serving.model import DATATYPES, Arrays, ModelSpec, ServingOptions
 from paceline_serving.protocol import (
@@ -33,9 +32,7 @@ from paceline_serving.protocol import (
     decode_text,
     describe_exact,
     model_metadata,
-    takes_long,
 )
-from paceline_serving.replicas import Deployment
 
 # --- Protobuf messages: requests checked by the same rules as JSON, and answers ---
 #
@@ -111,12 +108,9 @@ def _read_varint(content: bytes, position: int) -> tuple[int, int]:
 
 
 def parse_message(spec: ModelSpec, message: Any) -> InferRequest:
-    """Check a ``ModelInferRequest`` against the model's schema.
+    """Check a ``ModelInferRequest``, as :func:`check_document` does.
 
     Its tensors are all in ``raw_input_contents``, or all in ``contents``.
-
-    Raises:
-        InvalidRequest: says which part breaks which rule.
     """
     raw = message.raw_input_contents
     if raw and len(raw) != len(message.inputs):
@@ -192,12 +186,11 @@ def build_message(deployment: Deployment, request: InferRequest, outputs: Arrays
 # --- The protocol's gRPC service: https://github.com/kserve/open-inference-protocol, ``grpc_service.proto``
 
 
-Method = Callable[[Any, Any], Awaitable[Any]]
-
 log = logging.getLogger("paceline_serving")
 access_log = logging.getLogger("paceline_serving.access")
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+_SUPPORTED = ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer")
 _OPEN = ("ServerLive", "ServerReady")  # open without the token, like the health addresses of HTTP
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -211,39 +204,69 @@ _CODES = {
 }
 
 
-class Service:
-    """The gRPC methods for the models of one server."""
+class GrpcServer:
+    """A gRPC server for the models of one server, which takes its port at once and answers after :meth:`start`.
+
+    Args:
+        port: 0 picks a free one.
+        is_draining: whether the server will end soon.
+
+    Attributes:
+        address: ``HOST:PORT``, as clients write it.
+
+    Raises:
+        ConfigError: it cannot listen there.
+    """
 
     def __init__(
-        self, models: Models, options: ServingOptions, access: AccessPolicy, is_draining: Callable[[], bool]
+        self,
+        host: str,
+        port: int,
+        models: Models,
+        options: ServingOptions,
+        access: AccessPolicy,
+        is_draining: Callable[[], bool],
     ) -> None:
         self._models = models
         self._options = options
         self._access = access
         self._is_draining = is_draining
+        self._server: Any = grpc.aio.server(
+            options=[
+                ("grpc.so_reuseport", 0),  # otherwise a second server would silently share the port
+                ("grpc.max_receive_message_length", options.max_body_bytes),
+                ("grpc.max_send_message_length", -1),
+            ]
+        )
+        self._server.add_generic_rpc_handlers((self._handler(),))
+        host = f"[{host}]" if ":" in host else host
+        try:
+            bound_port = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {host}, --grpc-port {port}: it is in use. --grpc-port 0 picks a free one."
+            ) from error
+        self.address = f"{host}:{bound_port}"
 
-    def handler(self) -> Any:
-        implemented: Mapping[str, Method] = {
-            "ServerLive": self._server_live,
-            "ServerReady": self._server_ready,
-            "ModelReady": self._model_ready,
-            "ServerMetadata": self._server_metadata,
-            "ModelMetadata": self._model_metadata,
-            "ModelInfer": self._model_infer,
-        }
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def close(self, *, at_once: bool = False) -> None:
+        """Refuse new requests; return when the accepted ones are answered, or ``at_once``."""
+        await self._server.stop(0 if at_once else self._options.timeout_s)
+
+    def _handler(self) -> Any:
         handlers = {}
         for method in _SERVICE.methods:
             request_type = getattr(service_pb2, method.input_type.name)
-            call = implemented.get(method.name) or _unimplemented(method.name, implemented)
-            answer = self._wrap(method.name, request_type, call)
             # A stream is refused at its first message. Messages are bytes here, and counted before they are parsed.
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(
-                answer, response_serializer=lambda message: message.SerializeToString()
+                self._method(method.name, request_type), response_serializer=lambda message: message.SerializeToString()
             )
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
 
-    def _wrap(self, name: str, request_type: Any, method: Method) -> Method:
-        """Wrap a method with the token check, the message's bounds, the codes of failures, and the access log."""
+    def _method(self, name: str, request_type: Any) -> Callable[[bytes, Any], Awaitable[Any]]:
+        """Return a method with the token check, the message's bounds, the codes of failures, and the access log."""
 
         async def answer(content: bytes, context: Any) -> Any:
             start = time.perf_counter()
@@ -252,12 +275,13 @@ class Service:
             try:
                 if name not in _OPEN:
                     client = f"{client} {self._check_token(context)}".strip()
-                with self._models.bodies.hold() as held:
-                    held.add(len(content))
+                with self._models.bodies.hold() as hold:
+                    hold(len(content))
                     check_fields(content)
                     message = await self._parse(request_type, content, context)
                     del content
-                    reply = await method(message, context)
+                    is_infer = name == "ModelInfer"
+                    reply = await self._infer(message, context) if is_infer else self._reply(name, message)
                 code = grpc.StatusCode.OK
                 return reply
             except RequestFailure as failure:
@@ -288,43 +312,37 @@ class Service:
         token = dict(context.invocation_metadata() or ()).get("authorization", "")
         return self._access.check_token({b"authorization": token.encode()})
 
-    async def _server_live(self, message: Any, context: Any) -> Any:
-        return service_pb2.ServerLiveResponse(live=True)
+    def _reply(self, name: str, message: Any) -> Any:
+        """Answer what needs no model's computation."""
+        match name:
+            case "ServerLive":
+                return service_pb2.ServerLiveResponse(live=True)
+            case "ServerReady":
+                return service_pb2.ServerReadyResponse(ready=self._models.ready and not self._is_draining())
+            case "ServerMetadata":
+                return service_pb2.ServerMetadataResponse(name=SERVER_NAME, version=__version__)
+            case "ModelReady":
+                deployment = self._models.find(message.name, message.version or None)
+                ready = bool(deployment.ready_replicas) and not self._is_draining()
+                return service_pb2.ModelReadyResponse(ready=ready)
+            case "ModelMetadata":
+                document = model_metadata(self._models.find(message.name, message.version or None))
+                document.pop("parameters")  # which only the JSON form has
+                return service_pb2.ModelMetadataResponse(**document)
+        raise RequestFailure(501, f"{name} is not supported. Supported are: {', '.join(_SUPPORTED)}.")
 
-    async def _server_ready(self, message: Any, context: Any) -> Any:
-        return service_pb2.ServerReadyResponse(ready=self._models.ready and not self._is_draining())
-
-    async def _model_ready(self, message: Any, context: Any) -> Any:
-        deployment = self._models.find(message.name, message.version or None)
-        ready = bool(deployment.ready_replicas) and not self._is_draining()
-        return service_pb2.ModelReadyResponse(ready=ready)
-
-    async def _server_metadata(self, message: Any, context: Any) -> Any:
-        return service_pb2.ServerMetadataResponse(name=SERVER_NAME, version=__version__)
-
-    async def _model_metadata(self, message: Any, context: Any) -> Any:
-        deployment = self._models.find(message.name, message.version or None)
-        document = model_metadata(deployment)
-        document.pop("parameters")  # which only the JSON form has
-        return service_pb2.ModelMetadataResponse(**document)
-
-    async def _model_infer(self, message: Any, context: Any) -> Any:
+    async def _infer(self, message: Any, context: Any) -> Any:
         deployment = self._models.find(message.model_name, message.model_version or None)
         with self._models.metrics.counting(deployment.spec.name):
             deployment.batcher.check_room()
-            bodies = self._models.bodies
-            is_large = takes_long(deployment.spec, message.ByteSize())
-            if is_large:
-                parsing = bodies.run(parse_message, deployment.spec, message)
-                request = await await_result(self._time_left_s(context), parsing, set())
-            else:
-                request = parse_message(deployment.spec, message)
-            limit_s = min(self._time_left_s(context), request.timeout_s or math.inf)
-            outputs = await await_result(limit_s, deployment.batcher.submit(request.inputs), set())
-            build = partial(build_message, raw=bool(message.raw_input_contents))
-            if is_large:
-                return await bodies.run(build, deployment, request, outputs)
-            return build(deployment, request, outputs)
+            return await self._models.compute(
+                deployment,
+                message.ByteSize(),
+                self._time_left_s(context),
+                set(),
+                partial(parse_message, deployment.spec, message),
+                partial(build_message, raw=bool(message.raw_input_contents)),
+            )
 
 
 def _parse_protobuf(message_type: Any, content: bytes) -> Any:
@@ -334,63 +352,7 @@ def _parse_protobuf(message_type: Any, content: bytes) -> Any:
         raise InvalidRequest(f"this is no {message_type.DESCRIPTOR.full_name} message.") from None
 
 
-def _unimplemented(name: str, implemented: Mapping[str, Method]) -> Method:
-    async def refuse(message: Any, context: Any) -> Any:
-        raise RequestFailure(501, f"{name} is not supported. Supported are: {', '.join(implemented)}.")
-
-    return refuse
-
-
 def _trailers(failure: RequestFailure) -> tuple[tuple[str, str], ...]:
     """Return when to retry, as gRPC's own retries read it: https://github.com/grpc/proposal, A6."""
     seconds = dict(failure.headers).get(b"retry-after")
     return () if seconds is None else (("grpc-retry-pushback-ms", str(1000 * int(seconds))),)
-
-
-class GrpcServer:
-    """A gRPC server for the models of one server, which takes its port at once and answers after :meth:`start`.
-
-    Args:
-        port: 0 picks a free one.
-        is_draining: whether the server will end soon.
-
-    Attributes:
-        address: ``HOST:PORT``, as clients write it.
-
-    Raises:
-        ConfigError: it cannot listen there.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        models: Models,
-        options: ServingOptions,
-        access: AccessPolicy,
-        is_draining: Callable[[], bool],
-    ) -> None:
-        self._grace_s = options.timeout_s
-        self._server: Any = grpc.aio.server(
-            options=[
-                ("grpc.so_reuseport", 0),  # otherwise a second server would silently share the port
-                ("grpc.max_receive_message_length", options.max_body_bytes),
-                ("grpc.max_send_message_length", -1),
-            ]
-        )
-        self._server.add_generic_rpc_handlers((Service(models, options, access, is_draining).handler(),))
-        host = f"[{host}]" if ":" in host else host
-        try:
-            bound_port = self._server.add_insecure_port(f"{host}:{port}")
-        except RuntimeError as error:
-            raise ConfigError(
-                f"cannot listen on {host}, --grpc-port {port}: it is in use. --grpc-port 0 picks a free one."
-            ) from error
-        self.address = f"{host}:{bound_port}"
-
-    async def start(self) -> None:
-        await self._server.start()
-
-    async def close(self, *, at_once: bool = False) -> None:
-        """Refuse new requests; return when the accepted ones are answered, or ``at_once``."""
-        await self._server.stop(0 if at_once else self._grace_s)

@@ -1,21 +1,22 @@
-"""Served models and their options."""
+"""Served models, their options, and what a package says of its inputs."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PackageError
 from paceline.core.inference import Encoding, TensorSpec
-from paceline.runs.package_manifest import PackageManifest
-from paceline_serving.encodings import EXAMPLE_DATE, Categories, Dates, show_category
-from paceline_serving.package_inputs import PackageInputs
+from paceline.runs.package import Package
+from paceline.runs.package_manifest import INPUTS, PackageManifest
+from paceline_serving.encodings import EXAMPLE_DATE, Categories, Dates, Tokenizer, Vocabulary, show_category
 
 # --- The protocol's datatypes ---
 
@@ -86,13 +87,11 @@ class ServingOptions:
     def words(self) -> tuple[str, ...]:
         """Return the options that are not the default as command-line arguments, without replicas and devices."""
         words: list[str] = []
-        for name in ("threads", "max_batch", "max_queue"):
-            if getattr(self, name) != getattr(ServingOptions, name):
-                words += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
-        for name in _DURATIONS:
-            seconds = getattr(self, f"{name}_s")
-            if seconds != getattr(ServingOptions, f"{name}_s"):
-                words += [f"--{name.replace('_', '-')}", f"{1000 * seconds:.15g}ms"]
+        for name in ("threads", "max_batch", "max_queue", *(f"{each}_s" for each in _DURATIONS)):
+            value = getattr(self, name)
+            if value != getattr(ServingOptions, name):
+                text = f"{1000 * value:.15g}ms" if name.endswith("_s") else str(value)
+                words += [f"--{name.removesuffix('_s').replace('_', '-')}", text]
         if self.max_body_bytes != ServingOptions.max_body_bytes:
             words += ["--max-body", str(self.max_body_bytes // 2**20)]
         if self.exact:
@@ -115,6 +114,104 @@ def parse_replicas(text: str) -> tuple[int, int]:
     if not 1 <= least <= most <= _MAX_REPLICAS:
         raise ConfigError(f"--replicas must be between 1 and {_MAX_REPLICAS}, or MIN:MAX such as 1:4, but is {text}.")
     return least, most
+
+
+# --- ``inputs.json`` of a package ---
+#
+# The manifest describes the program's tensors; this file describes the inputs as clients send them. All of it is
+# data: nothing in it can run code.
+
+
+NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not JSON, or not of the type."""
+
+_MAX_BYTES = 64 * 2**20
+_ENCODINGS: Mapping[str, type[Encoding]] = {
+    "categories": Categories,
+    "dates": Dates,
+    "vocabulary": Vocabulary,
+    "tokenizer": Tokenizer,
+}
+
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackageInputs:
+    """A package's inputs.
+
+    Attributes:
+        specs: by name, with units, columns and encodings.
+        ranges: the smallest and largest number that the export saw in an input or a column, by its name.
+        example: a row as a client sends it, by input; empty if there is none.
+    """
+
+    specs: Mapping[str, TensorSpec]
+    ranges: Mapping[str, Range] = field(default_factory=dict)
+    example: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the file."""
+        inputs = {name: _describe(spec) for name, spec in self.specs.items()}
+        document = _Document(inputs={name: each for name, each in inputs.items() if each != _Input()})
+        document.ranges = dict(self.ranges)
+        document.example = dict(self.example)
+        return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+
+
+def read_inputs(package: Package) -> PackageInputs:
+    """Return the inputs of a package; of one without the file, what the manifest has.
+
+    Raises:
+        PackageError: the file is invalid; says which part.
+    """
+    manifest = package.manifest
+    if INPUTS not in manifest.files:
+        return PackageInputs(specs=manifest.inputs)
+    if manifest.files[INPUTS].size > _MAX_BYTES:
+        raise PackageError(f"package {package.path}: {INPUTS} has more than {_MAX_BYTES:,} bytes.")
+    try:
+        document = msgspec.json.decode(package.read(INPUTS), type=_Document)
+        if unknown := (document.inputs.keys() | document.example.keys()) - manifest.inputs.keys():
+            raise ConfigError(f"{min(unknown)!r:.80} is not an input")
+        specs = {
+            name: spec if name not in document.inputs else document.inputs[name].complete(spec)
+            for name, spec in manifest.inputs.items()
+        }
+    except (*NOT_JSON, ConfigError) as error:
+        raise PackageError(f"package {package.path}: {INPUTS} is invalid: {error}") from error
+    return PackageInputs(specs=specs, ranges=document.ranges, example=document.example)
+
+
+class _Input(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    unit: str = ""
+    columns: dict[str, str] = {}
+    allow_missing: bool = False
+    encoding: dict[str, Any] | None = None
+
+    def complete(self, spec: TensorSpec) -> TensorSpec:
+        encoding = None
+        if self.encoding is not None:
+            fields = dict(self.encoding)
+            kind = _ENCODINGS.get(str(fields.pop("kind", None)))
+            if kind is None:
+                raise ConfigError(f"an encoding must be of {', '.join(_ENCODINGS)}")
+            encoding = msgspec.convert(fields, kind)
+        return replace(spec, unit=self.unit, columns=self.columns, allow_missing=self.allow_missing, encoding=encoding)
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True):
+    inputs: dict[str, _Input] = {}
+    ranges: dict[str, tuple[float, float]] = {}
+    example: dict[str, Any] = {}
+
+
+def _describe(spec: TensorSpec) -> _Input:
+    encoding = None
+    if isinstance(spec.encoding, Categories | Dates | Vocabulary | Tokenizer):
+        kind = next(kind for kind, type_ in _ENCODINGS.items() if isinstance(spec.encoding, type_))
+        encoding = {"kind": kind, **asdict(spec.encoding)}
+    return _Input(unit=spec.unit, columns=dict(spec.columns), allow_missing=spec.allow_missing, encoding=encoding)
 
 
 # --- Models: named arrays in, named arrays out ---

@@ -21,8 +21,7 @@ from paceline.export.equivalence import batch_inputs
 from paceline.export.export import markdown_table
 from paceline.export.trained_source import TrainedSource
 from paceline.runs.package_manifest import PackageManifest
-from paceline_serving.model import DATATYPES, ModelSpec, client_specs, example, make_spec
-from paceline_serving.package_inputs import PackageInputs, Range
+from paceline_serving.model import DATATYPES, ModelSpec, PackageInputs, Range, client_specs, example, make_spec
 from paceline_serving.tables import CellError, columns_of, to_inputs, to_record
 
 _MAX_SHOWN = 60  # characters of an example in the card
@@ -90,7 +89,11 @@ def observe_inputs(source: TrainedSource) -> ObservedInputs:
     if inference.example is None:
         is_valid = found and _problem_of(found, specs) is None
         return ObservedInputs(specs=specs, ranges=ranges, example=found if is_valid else {})
-    row = _by_input(inference.example, specs)
+    record = inference.example
+    row = {
+        name: [record.get(column) for column in spec.columns] if spec.columns else record.get(name)
+        for name, spec in specs.items()
+    }
     if problem := _problem_of(row, specs):
         raise ExportError(f"the example of inference_signature does not fit its inputs: {problem}.")
     return ObservedInputs(specs=specs, ranges=ranges, example=row)
@@ -131,19 +134,9 @@ def _value_of(spec: TensorSpec, tensor: Tensor) -> Any:
     if not spec.dtype.startswith("float"):
         return array.tolist()
     # The shortest decimals that mean these numbers; a missing one is null.
-    shortest = [None if math.isnan(number) else _shortest(float(str(number))) for number in array.ravel()]
+    numbers = [float(str(number)) for number in array.ravel()]
+    shortest = [None if math.isnan(n) else int(n) if n.is_integer() and abs(n) < _MAX_WHOLE else n for n in numbers]
     return np.asarray(shortest, object).reshape(array.shape).tolist()
-
-
-def _shortest(number: float) -> float | int:
-    return int(number) if number.is_integer() and abs(number) < _MAX_WHOLE else number
-
-
-def _by_input(record: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
-    return {
-        name: [record.get(column) for column in spec.columns] if spec.columns else record.get(name)
-        for name, spec in specs.items()
-    }
 
 
 def _problem_of(row: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str | None:
@@ -164,7 +157,9 @@ def _limit_indices(inference: InferenceSignature) -> dict[str, TensorSpec]:
 
     def observe(module: nn.Module, arguments: tuple[Any, ...]) -> None:
         for name, tensor in inputs.items():
-            if isinstance(module, nn.Embedding) and arguments[:1] and _is_same_data(arguments[0], tensor):
+            given = arguments[0] if arguments else None
+            is_same = isinstance(given, Tensor) and given.data_ptr() == tensor.data_ptr()
+            if isinstance(module, nn.Embedding) and is_same:
                 sizes[name] = min(sizes.get(name, module.num_embeddings), module.num_embeddings)
 
     hooks = [module.register_forward_pre_hook(observe) for module in inference.module.modules()]
@@ -188,10 +183,6 @@ def _limit_indices(inference: InferenceSignature) -> dict[str, TensorSpec]:
         if spec.minimum is None and spec.maximum is None:
             specs[name] = replace(spec, minimum=0, maximum=size - 1)
     return specs
-
-
-def _is_same_data(actual: Any, expected: Tensor) -> bool:
-    return isinstance(actual, Tensor) and actual.data_ptr() == expected.data_ptr()
 
 
 def _code(value: Any) -> str:

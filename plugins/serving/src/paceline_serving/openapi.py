@@ -167,7 +167,10 @@ def _infer(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _plain(spec: ModelSpec) -> dict[str, Any]:
-    properties = {each.name: _about(each, _cell(spec, each)) for each in spec.fields}
+    properties = {}
+    for each in spec.fields:
+        text = "; ".join(filter(None, (each.unit, each.values_text)))
+        properties[each.name] = _cell(spec, each) | ({"description": text} if text else {})
     row = {"type": "object", "properties": properties, "required": list(properties)}
     answer = _object(
         model_name={"const": spec.name},
@@ -183,11 +186,6 @@ def _plain(spec: ModelSpec) -> dict[str, Any]:
         _json(answer),
         "409",
     )
-
-
-def _about(field: InputField, schema: dict[str, Any]) -> dict[str, Any]:
-    text = "; ".join(filter(None, (field.unit, field.values_text)))
-    return {**schema, "description": text} if text else schema
 
 
 def _cell(spec: ModelSpec, field: InputField) -> dict[str, Any]:

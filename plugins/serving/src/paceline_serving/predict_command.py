@@ -18,7 +18,7 @@ from paceline.core.plugins import import_library
 if TYPE_CHECKING:
     from paceline_serving.batch_predict import PredictionEngine
     from paceline_serving.model import Array, InputField, ModelSpec, OutputField
-    from paceline_serving.table_files import Rows
+    from paceline_serving.tables import Rows
 
 Flag = Annotated[bool, Parameter(negative="")]
 _MAX_SHOWN = 20
@@ -54,8 +54,7 @@ def predict(
         inputs: Input files.
         describe: Print what a row of the model's input holds, with an example, and predict nothing.
         output: Write all predictions into this file: .npz, .jsonl, .parquet or .csv; - is standard output, in the
-            format of the
-            table that is read. Default: print them.
+            format of the table that is read. Default: print them.
         nproc: Processes that predict; with a server, the number of connections.
         chunk: Rows that are predicted and saved together.
         devices: Devices of a package's processes, in turn: cpu, or cuda:0,cuda:1.
@@ -82,7 +81,7 @@ def predict(
     from paceline_serving.batch_predict import predict_all, read_rows, replicas, server
     from paceline_serving.client import Client
     from paceline_serving.model import UNBOUNDED, ServingOptions
-    from paceline_serving.table_files import check_columns, write
+    from paceline_serving.tables import check_columns, write
 
     if model.startswith(("http://", "https://")):
         with Client(model, token_file=token_file) as client:
@@ -133,7 +132,7 @@ def _describe(model: str, fields: Sequence[InputField], output_fields: Sequence[
         print(json_module.dumps({"model": model, **described}))
         return 0
     from paceline.core.output import Console, ListTable
-    from paceline_serving.table_files import csv_lines
+    from paceline_serving.tables import csv_lines
 
     headings = ("name", "type", "unit", "values", "example")
     table = ListTable(*headings, folds=headings)
@@ -178,7 +177,7 @@ def _write_output(
 
 
 def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: bool) -> None:
-    from paceline_serving.table_files import records
+    from paceline_serving.tables import records
 
     predictions = list(records(outputs, spec, rows, 0))
     if json:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -13,16 +13,24 @@ import numpy as np
 import orjson
 
 from paceline.core.inference import TensorSpec
-from paceline_serving.batching import InvalidRequest
+from paceline_serving.batching import Deployment, InvalidRequest
 from paceline_serving.connection import JSON_TYPE, LARGE_BYTES, Headers
-from paceline_serving.model import DATATYPES, Array, Arrays, ModelSpec, client_shape, describe_sizes, fits_shape
-from paceline_serving.package_inputs import NOT_JSON
-from paceline_serving.replicas import Deployment
+from paceline_serving.model import (
+    DATATYPES,
+    NOT_JSON,
+    Array,
+    Arrays,
+    ModelSpec,
+    client_shape,
+    describe_sizes,
+    fits_shape,
+)
 from paceline_serving.tables import (
     CellError,
     check_length,
     columns_of,
     encode_texts,
+    table_records,
     text_array,
     to_dtype,
     to_inputs,
@@ -102,12 +110,14 @@ class InferRequest:
     Attributes:
         inputs: of the model's program by name, rows first.
         outputs: requested name -> whether in binary.
+        other_columns: of the plain form, which the answer repeats.
     """
 
-    id: str | None
     inputs: dict[str, Array]
-    outputs: dict[str, bool]
-    timeout_s: float | None
+    id: str | None = None
+    outputs: dict[str, bool] = field(default_factory=dict)
+    timeout_s: float = math.inf
+    other_columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 def takes_long(spec: ModelSpec, size: int) -> bool:
@@ -157,11 +167,8 @@ def example_request(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def parse_rows(spec: ModelSpec, body: bytes | bytearray) -> tuple[dict[str, Array], dict[str, list[Any]]]:
+def parse_rows(spec: ModelSpec, body: bytes | bytearray) -> InferRequest:
     """Parse the plain form of a request: ``{"rows": [{"age": 3, ...}, ...]}``.
-
-    Returns:
-        The model's inputs, and the rows' other values by name, which the answer repeats.
 
     Raises:
         InvalidRequest: names the row and the value.
@@ -185,7 +192,7 @@ def parse_rows(spec: ModelSpec, body: bytes | bytearray) -> tuple[dict[str, Arra
         orjson.dumps([[others]])  # the answer repeats them as deep as this; orjson reads more levels than it writes
     except orjson.JSONEncodeError as error:
         raise InvalidRequest(f"rows: other values cannot be repeated in the answer: {error}.") from None
-    return inputs, others
+    return InferRequest(inputs=inputs, other_columns=others)
 
 
 def _no_json(text: bytes | bytearray | memoryview, what: str, error: Exception) -> InvalidRequest:
@@ -198,9 +205,6 @@ def check_document(spec: ModelSpec, document: RequestDocument, binary: memoryvie
 
     Args:
         binary: concatenated bytes of the inputs that have ``binary_data_size``.
-
-    Raises:
-        InvalidRequest: says which part breaks which rule.
     """
     parameters = document.parameters or RequestParameters()
     if document.id is not None and len(document.id) > MAX_ID_LENGTH:
@@ -212,7 +216,7 @@ def check_document(spec: ModelSpec, document: RequestDocument, binary: memoryvie
         id=document.id,
         inputs=_inputs(spec, document.inputs, binary),
         outputs=_outputs(spec, document.outputs or [], parameters.binary_data_output),
-        timeout_s=min(timeout / 1e6, 86400.0) if timeout else None,
+        timeout_s=min(timeout / 1e6, 86400.0) if timeout else math.inf,
     )
 
 
@@ -506,6 +510,16 @@ def build_response(deployment: Deployment, request: InferRequest, outputs: Array
     length = str(len(header)).encode()
     headers = [(b"content-type", b"application/octet-stream"), (b"inference-header-content-length", length)]
     return headers + exact_headers(deployment), b"".join((header, *binary))
+
+
+def build_predictions(deployment: Deployment, request: InferRequest, outputs: Arrays) -> tuple[Headers, bytes]:
+    """Return the headers and the body of an answer in the plain form."""
+    spec = deployment.spec
+    # orjson writes the elements of arrays itself, a float32 in its shortest digits, but no texts.
+    values = {name: a.tolist() if a.dtype == object else np.ascontiguousarray(a) for name, a in outputs.items()}
+    predictions = list(table_records(values, spec, request.other_columns, 0))
+    answer = {"model_name": spec.name, "model_version": spec.version, "predictions": predictions}
+    return [JSON_TYPE, *exact_headers(deployment)], _dump(answer)
 
 
 def _json_list(flat: Array) -> Array | orjson.Fragment:

@@ -21,11 +21,10 @@ from paceline.core.errors import ConfigError, LaunchError, ServingError
 from paceline.core.plugins import import_library
 from paceline.core.signals import handle_signals
 from paceline_ray.cluster import connect, import_ray, own_cluster
-from paceline_serving.batching import MAX_IN_FLIGHT
+from paceline_serving.batching import MAX_IN_FLIGHT, Deployment, DeploymentEvents
 from paceline_serving.model import Array, Arrays, ServedModel, ServingOptions, parse_replicas
 from paceline_serving.replica import describe_failure, end_if_gpu_is_lost, load_warm
 from paceline_serving.replica_process import BatchFailed, ReplicaDied, load_header
-from paceline_serving.replicas import Deployment, DeploymentEvents
 
 # --- Options of ``paceline serve --on ray`` ---
 
@@ -161,10 +160,16 @@ class RayReplica:
 
     async def predict(self, inputs: Arrays) -> dict[str, Array]:
         self.in_flight += 1
+        response = self._handle.predict.remote(dict(inputs))
         try:
             # The batch may have to wait for those that were sent before it.
-            outputs, failure = await asyncio.wait_for(self._request(inputs), MAX_IN_FLIGHT * self._hang_timeout_s)
+            async with asyncio.timeout(MAX_IN_FLIGHT * self._hang_timeout_s):
+                outputs, failure = await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
         except Exception as error:
+            response.cancel()
             # The model's own errors are answers, so this error is Ray's.
             log.warning("a batch was not answered: %s", first_line(str(error) or type(error).__name__))
             raise ReplicaDied(computing=True) from error
@@ -172,15 +177,7 @@ class RayReplica:
             self.in_flight -= 1
         if failure is not None:
             raise BatchFailed(failure["error"], is_invalid=failure["is_invalid"])
-        return outputs
-
-    async def _request(self, inputs: Arrays) -> tuple[dict[str, Array], dict[str, Any] | None]:
-        response = self._handle.predict.remote(dict(inputs))
-        try:
-            answer: tuple[dict[str, Array], dict[str, Any] | None] = await response
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
+        answer: dict[str, Array] = outputs
         return answer
 
 

@@ -9,12 +9,13 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from paceline.core.errors import ServingError
-from paceline.core.fork_server import Exited, Forked, ForkServer, NotForked
+from paceline.core.fork_server import Forked, ForkServer, NotForked
 from paceline_serving import frames
 from paceline_serving.model import Array, Arrays, ModelLocation, ServedModel, ServingOptions
 
@@ -62,8 +63,8 @@ class ReplicaStarter:
         """``threads`` of each replica."""
         self._threads = threads
         self._fork_server: ForkServer | None = None
-        self._numbers = itertools.count()
-        self._awaited: dict[int, asyncio.Future[Process]] = {}
+        self._is_closed = False
+        self._lock = threading.Lock()  # one request to fork at a time
 
     async def start(self, source: ModelLocation, device: str, channel: socket.socket) -> Process:
         """Start a process that serves the other end of ``channel``."""
@@ -76,63 +77,38 @@ class ReplicaStarter:
                 # A Ctrl-C in the terminal is for the server alone, which drains.
                 start_new_session=True,
             )
-        for _ in range(2):
-            with suppress(ConnectionError):
-                return await self._fork(source.kind, channel)
-        raise ServingError("the process that forks replicas died; its output is above.")
+        forked = await asyncio.to_thread(self._fork, source.kind, channel.dup())
+        # One that is not wanted any more ends by itself: the other end of its channel is closed.
+        return _Forked(forked.pid, forked.pidfd)
 
     def close(self) -> None:
         """End the process that forks; its children continue."""
-        self._end_fork_server()
-        for answer in self._awaited.values():
-            answer.cancel()
-
-    def _end_fork_server(self) -> None:
-        fork_server, self._fork_server = self._fork_server, None
-        if fork_server is not None:
-            asyncio.get_running_loop().remove_reader(fork_server)
+        self._is_closed = True
+        if self._fork_server is not None:
             # It has nothing to lose, and may be in the middle of its imports.
-            fork_server.kill()
+            self._fork_server.kill()
 
     def _env(self) -> dict[str, str]:
         return {**os.environ, "OMP_NUM_THREADS": str(self._threads)}
 
-    async def _fork(self, kind: str, channel: socket.socket) -> Process:
-        if self._fork_server is None:
-            command = (*_PYTHON, "paceline_serving.fork_server", kind)
-            self._fork_server = ForkServer(command, self._env())
-            asyncio.get_running_loop().add_reader(self._fork_server, self._on_report, self._fork_server)
-        number = next(self._numbers)
-        answer: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
-        self._awaited[number] = answer
-        try:
-            self._fork_server.fork(number, [channel.fileno()])
-            return await answer
-        finally:
-            del self._awaited[number]
-
-    def _on_report(self, fork_server: ForkServer) -> None:
-        match fork_server.report():
-            case None:
-                self._end_fork_server()
-                for number in self._awaited:
-                    self._answer(number, ConnectionError())
-            case Forked(number, pid, pidfd):
-                # One that is not wanted any more ends by itself: the other end of its channel is closed.
-                self._answer(number, _Forked(pid, pidfd))
-            case NotForked(number, error):
-                self._answer(number, ServingError(f"a replica's process cannot be forked: {error}"))
-            case Exited():
-                pass  # its pidfd has said so
-
-    def _answer(self, number: int, result: Process | Exception) -> None:
-        answer = self._awaited.get(number)
-        if answer is None or answer.done():
-            return
-        if isinstance(result, Exception):
-            answer.set_exception(result)
-        else:
-            answer.set_result(result)
+    def _fork(self, kind: str, channel: socket.socket) -> Forked:
+        with channel, self._lock:
+            for _ in range(2):
+                if self._fork_server is None:
+                    self._fork_server = ForkServer((*_PYTHON, "paceline_serving.fork_server", kind), self._env())
+                self._fork_server.fork(0, [channel.fileno()])
+                while (report := self._fork_server.report()) is not None:
+                    match report:
+                        case Forked():
+                            return report
+                        case NotForked():
+                            raise ServingError(f"a replica's process cannot be forked: {report.error}")
+                        # The pidfd of one that has exited has said so.
+                self._fork_server.kill()
+                self._fork_server = None
+                if self._is_closed:
+                    break
+        raise ServingError("the process that forks replicas died; its output is above.")
 
 
 # --- One replica as the server sees it: a process, a channel, and the batches that it computes ---
@@ -268,12 +244,7 @@ class ReplicaProcess:
         return frames.decode(text, await self._reader.readexactly(payload_length))
 
     async def predict(self, inputs: Arrays) -> dict[str, Array]:
-        """Compute a batch.
-
-        Raises:
-            BatchFailed: the model raised.
-            ReplicaDied: the process died, or was killed because it took longer than a batch may.
-        """
+        """Compute a batch; see :class:`~paceline_serving.batching.BatchExecutor`."""
         if self.gone:
             raise ReplicaDied(computing=False)
         number = next(self._numbers)

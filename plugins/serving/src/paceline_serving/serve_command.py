@@ -1,4 +1,4 @@
-"""``paceline serve PACKAGE...``: serve models over the Open Inference Protocol v2."""
+"""``paceline serve PACKAGE...`` over the Open Inference Protocol v2, and ``paceline deploy URL PACKAGE``."""
 
 from __future__ import annotations
 
@@ -7,36 +7,61 @@ import logging
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
 from paceline.cli.options import ARGUMENTS, COMMON, explicit_options, group
 from paceline.core.access import TOKEN_BYTES
+from paceline.core.environment import is_loopback
 from paceline.core.errors import ConfigError
 from paceline.core.files import write_atomically
 from paceline.core.options import parse_duration_s
 from paceline.core.plugins import import_library
 from paceline.core.standard_streams import escape_controls
-from paceline_serving.kserve_options import KServeOptions, print_service
 
 if TYPE_CHECKING:
-    from paceline_serving.model import ModelSpec, ServedModel, ServingOptions
-    from paceline_serving.ray_serve import RayServeOptions
+    from paceline_serving.model import ModelSpec, ServingOptions
     from paceline_serving.server import ListenAddress
 
 _COMMON = Parameter(group=group(COMMON), negative="")
 _REQUESTS = Parameter(group=group("Requests"), negative="")
 _REPLICAS = Parameter(group=group("Replicas"))
 _PROGRAM = Parameter(group=group("Program"))
+_LOADING_TIMEOUT_S = 600.0
+_TOKEN_HEADER = ' -H "Authorization: Bearer $TOKEN"'
 _HOST, _PORT = "127.0.0.1", 8000
 _MAX_SHOWN = 500  # characters of an example of a request
 _MAX_FIELDS = 20  # of a row, that are listed
+
+
+def _kserve(help: str) -> Parameter:
+    return Parameter(help=help, group=group("--on kserve"), show_default=False, negative="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KServeOptions:
+    """Options of an InferenceService."""
+
+    image: Annotated[str | None, _kserve("Container image that contains Paceline.")] = None
+    token_secret: Annotated[
+        str | None, _kserve("SECRET/KEY, the Kubernetes secret with the token that clients send.")
+    ] = None
+    name: Annotated[str | None, _kserve("Name of the service. Default: the last part of the package's.")] = None
+    namespace: Annotated[str, _kserve("Kubernetes namespace. Default: default.")] = "default"
+    volume: Annotated[
+        tuple[str, ...],
+        _kserve("CLAIM:/PATH, a persistent volume claim and its mount point; may be repeated."),
+    ] = ()
+    memory: Annotated[str | None, _kserve("Memory of each pod, such as 4Gi.")] = None
+    service_account: Annotated[str | None, _kserve("Service account of the pods.")] = None
+    dry_run: Annotated[bool, _kserve("Print the InferenceService.")] = False
 
 
 def serve(
@@ -82,27 +107,23 @@ def serve(
         replicas: Processes per package. With --on ray or kserve, MIN:MAX scales with the load.
         devices: Devices of the replicas, in turn: cpu, or cuda:0,cuda:1.
         token_file: File with the token that clients send (Authorization: Bearer TOKEN), or a line with a name and a
-            token for each
-            client; readable only by you. The server reads it again when it changes.
+            token for each client; readable only by you. The server reads it again when it changes.
         max_batch: Largest number of rows in a batch.
         max_queue: Rows that may wait, fewer while the server is slow; further requests get 429 and Retry-After.
         timeout: Time limit of a request; a request may set a shorter one (Request-Timeout-Ms).
         exact: Answer a row with the same bits whatever else the server computes with it: batches have sizes at which
-            that was
-            proved when the model was loaded.
+            that was proved when the model was loaded.
         trust: Trust these packages' pt2 programs from now on; loading one can run any code.
         on: Where replicas run. embedded: on this machine; ray: Ray Serve, on many nodes; kserve: on Kubernetes
             (--dry-run prints the InferenceService).
         engine: What computes the answers. transformers and vllm serve one language model by OpenAI's API: a run, which
-            is
-            exported as --format hf first, or a directory of transformers.
+            is exported as --format hf first, or a directory of transformers.
         json: Print one line of JSON when the server is ready.
         grpc_port: Also serve gRPC, on this port of the same address.
         max_body: Largest request, in MiB.
         receive_timeout: How long a client may take to send a request.
         cors_origin: Origin of a site whose pages may send requests and read answers, such as https://example.org; may
-            be given
-            several times. Default: none, only the server's own page.
+            be given several times. Default: none, only the server's own page.
         access_log: Log each request, without its contents.
         threads: CPU threads of each replica.
         max_wait: How long to wait for a batch to fill while all replicas are busy.
@@ -146,20 +167,20 @@ def serve(
             *(word for origin in cors_origin for word in ("--cors-origin", origin)),
             *(word for word, is_set in (("--trust", trust), ("--access-log", access_log)) if is_set),
         )
-        return print_service(
+        return _print_service(
             kserve or KServeOptions(), package, words, (min_replicas, max_replicas), options, json=json
         )
     if explicit_options(kserve):
         raise ConfigError(f"--{min(explicit_options(kserve)).replace('_', '-')} is only for --on kserve.")
     if engine != "embedded":
-        return _serve_engine(
-            engine, package, (host, port), options, token_file, cors_origin, shlex.split(engine_args), json=json
-        )
+        address = _listen_address(host, port, None, token_file, cors_origin)
+        return _serve_engine(engine, shlex.split(engine_args), package, address, options, token_file, json=json)
     if engine_args:
         raise ConfigError("--engine-args is only for --engine transformers or vllm.")
     for library in ("httptools", "orjson", "prometheus_client"):
         import_library(library, "paceline serve", "serve")
-    from paceline_serving.app import open_model
+    from paceline_serving.app import DeploymentFactory, open_model
+    from paceline_serving.server import serve as serve_packages
 
     address = _listen_address(host, port, grpc_port, token_file, cors_origin)
     ray_options = None
@@ -194,7 +215,7 @@ def serve(
             for model in models:
                 print(f"{url}/v2/models/{model.spec.name} is ready.", flush=True)
                 path = "predict" if len(models) == 1 else f"predict/{model.spec.name}"
-                token = "" if token_file is None else ' -H "Authorization: Bearer $TOKEN"'
+                token = "" if token_file is None else _TOKEN_HEADER
                 _print_inputs(model.spec, url, path, token)
             if grpc is not None:
                 print(f"{grpc} serves gRPC.", flush=True)
@@ -203,46 +224,33 @@ def serve(
                 print(f"Replace a package: paceline deploy {url} PACKAGE (the token is in {admin_file})", flush=True)
 
     with stack:
-        _run(models, address, options, on_ready, ray_options)
+        deploy: DeploymentFactory | None = None
+        if ray_options is not None:
+            from paceline_serving.ray_serve import RayDeployment, ray_serve
+
+            deploy = partial(RayDeployment, ray_options, stack.enter_context(ray_serve(ray_options)))
+        _run(stack, serve_packages(models, address, options, on_ready, deploy))
     return 0
 
 
 def _serve_engine(
     engine: Literal["transformers", "vllm"],
+    arguments: Sequence[str],
     packages: Sequence[str],
-    listen: tuple[str, int],
+    address: ListenAddress,
     options: ServingOptions,
     token_file: Path | None,
-    cors_origins: tuple[str, ...],
-    arguments: Sequence[str],
     *,
     json: bool,
 ) -> int:
     for library in ("httpx", "prometheus_client", "starlette", "uvicorn", "uvloop"):
         import_library(library, "--engine", "serve" if library == "uvloop" else "engine")
-    import asyncio
-
-    import uvloop
-
-    from paceline_serving.engines import engine_command, open_language_model
-    from paceline_serving.gateway import GatewayOptions, serve_engine
+    from paceline_serving.gateway import engine_command, serve_engine
 
     if len(packages) != 1:
         raise ConfigError(f"--engine {engine} serves one model; start a server for each.")
     model = Path(packages[0])
     engine_command(engine, model.name, 0)  # what is not installed is said before the model is exported
-    address = _listen_address(*listen, None, token_file, cors_origins)
-    gateway = GatewayOptions(
-        engine=engine,
-        arguments=arguments,
-        open_model=open_language_model,
-        max_requests=options.max_queue,
-        max_body_bytes=options.max_body_bytes,
-        receive_timeout_s=options.receive_timeout_s,
-        startup_timeout_s=options.startup_timeout_s,
-        hang_timeout_s=options.hang_timeout_s,
-        drain_delay_s=options.drain_delay_s,
-    )
     place = model.resolve()
     name = (place.parent if (place.parent / "run.toml").is_file() else place).name  # of the run, also for its hf/
     with ExitStack() as stack:
@@ -253,23 +261,30 @@ def _serve_engine(
                 ready = {"url": url, "models": [name], "token_file": admin_file and str(admin_file)}
                 print(json_module.dumps(ready), flush=True)
                 return
-            token = "" if token_file is None else ' -H "Authorization: Bearer $TOKEN"'
+            token = "" if token_file is None else _TOKEN_HEADER
             body = shlex.quote(json_module.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]}))
             print(f"{url}/v1 serves {name} with {engine}, by OpenAI's API.", flush=True)
             print(f"  curl {url}/v1/chat/completions{token} -H 'Content-Type: application/json' -d {body}", flush=True)
             if admin_file is not None:
                 print(f"Replace the model: paceline deploy {url} RUN (the token is in {admin_file})", flush=True)
 
-        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        runner.run(serve_engine(model, name, address, gateway, on_ready))
+        _run(stack, serve_engine(engine, arguments, model, name, address, options, on_ready))
     return 0
+
+
+def _run(stack: ExitStack, server: Coroutine[Any, Any, None]) -> None:
+    import asyncio
+
+    import uvloop
+
+    stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop)).run(server)
 
 
 def _listen_address(
     host: str, port: int, grpc_port: int | None, token_file: Path | None, cors_origins: tuple[str, ...]
 ) -> ListenAddress:
     """Return the address with the tokens of its clients, or with one for changes by programs of this machine."""
-    from paceline_serving.bearer_tokens import BearerTokens
+    from paceline_serving.access import BearerTokens
     from paceline_serving.server import ListenAddress
 
     tokens = None if token_file is None else BearerTokens(token_file)
@@ -281,7 +296,7 @@ def _listen_address(
 
 def _admin_file(stack: ExitStack, url: str, token: str | None) -> Path | None:
     """Make the file of mode 600 in which ``paceline deploy`` finds the token, if any; it goes with the stack."""
-    from paceline_serving.bearer_tokens import admin_token_path
+    from paceline_serving.access import admin_token_path
 
     if token is None:
         return None
@@ -324,25 +339,95 @@ class _LogFormatter(logging.Formatter):
         return escape_controls(super().formatMessage(record))
 
 
-def _run(
-    models: Sequence[ServedModel],
-    address: ListenAddress,
+def _print_service(
+    kserve: KServeOptions,
+    packages: tuple[str, ...],
+    words: tuple[str, ...],
+    replicas: tuple[int, int],
     options: ServingOptions,
-    on_ready: Callable[[str, str | None], None],
-    ray_options: RayServeOptions | None,
-) -> None:
-    import asyncio
+    *,
+    json: bool,
+) -> int:
+    """Print the manifest of a server in pods, started with ``options`` and the arguments ``words``.
 
-    import uvloop
+    Raises:
+        ConfigError: Kubernetes would refuse the manifest, or the server its options.
+    """
+    from paceline_kubernetes.manifests import InferenceService
 
-    from paceline_serving.app import DeploymentFactory
-    from paceline_serving.server import serve as serve_packages
+    if not kserve.dry_run:
+        raise ConfigError(
+            "--on kserve only prints an InferenceService, which kubectl applies: "
+            "add --dry-run, and | kubectl apply -f -"
+        )
+    if kserve.image is None or kserve.token_secret is None:
+        raise ConfigError(
+            "--on kserve needs --image, a container image that contains Paceline, and --token-secret "
+            "SECRET/KEY: other machines reach the server, so clients must send a token."
+        )
+    if not ({"--trust", "--task", "onnx"} & set(words)):
+        raise ConfigError(
+            "a new pod trusts no package. Add --trust if you trust these packages' programs, --program onnx "
+            "for programs that cannot run code, or --task TASK to use the weights alone."
+        )
+    gpus = [device for device in options.devices if device != "cpu"]
+    if gpus and len(set(options.devices)) != len(gpus):
+        raise ConfigError(
+            f"--devices {','.join(options.devices)}: the pods of --on kserve use either CPUs or GPUs. "
+            "Name each GPU once, and no CPU together with GPUs."
+        )
+    service = InferenceService(
+        packages=packages,
+        words=(*options.words(), *words),
+        replicas=replicas,
+        gpus=len(gpus),
+        threads=options.threads,
+        timeout_s=options.timeout_s,
+        startup_s=options.startup_timeout_s,
+        drain_s=options.drain_delay_s,
+        **{option.name: getattr(kserve, option.name) for option in fields(kserve) if option.name != "dry_run"},
+    )
+    print(json_module.dumps(service.manifest()) if json else service.text, end="\n" if json else "")
+    return 0
 
-    with ExitStack() as stack:
-        deploy: DeploymentFactory | None = None
-        if ray_options is not None:
-            from paceline_serving.ray_serve import RayDeployment, ray_serve
 
-            deploy = partial(RayDeployment, ray_options, stack.enter_context(ray_serve(ray_options)))
-        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        runner.run(serve_packages(models, address, options, on_ready, deploy))
+def deploy(
+    url: str,
+    package: str,
+    *,
+    model: str | None = None,
+    allow_signature_change: Annotated[bool, Parameter(negative="")] = False,
+    token_file: Path | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Replace the package that the server at URL serves by PACKAGE; no request fails.
+
+    Args:
+        url: Address of the server, such as http://127.0.0.1:8000.
+        package: A directory, or a reference such as fashion-mnist@prod; the server must be able to read it.
+        model: The model's name on the server. Default: the package's.
+        allow_signature_change: Replace the model also if inputs, outputs or labels differ, which may break its clients.
+        token_file: File with the server's token; readable only by you. Default: that of your own server on this
+            machine.
+        json: Print the server's answer as one line of JSON.
+    """
+    from paceline_serving.client import Client
+
+    token_file = token_file or _own_token_file(url)
+    location = str(Path(package).absolute()) if Path(package).is_dir() else package
+    # The server answers when the package's replicas have loaded it.
+    with Client(url, token_file=token_file, timeout_s=_LOADING_TIMEOUT_S) as client:
+        answer = client.swap(location, model, allow_signature_change=allow_signature_change)
+    print(json_module.dumps(answer) if json else f"{answer['name']} is now version {answer['version']}.")
+    return 0
+
+
+def _own_token_file(url: str) -> Path | None:
+    from paceline_serving.access import admin_token_path
+
+    try:
+        host, port = urlsplit(url).hostname, urlsplit(url).port
+    except ValueError:
+        return None  # the client names what is wrong
+    path = None if port is None or host is None or not is_loopback(host) else admin_token_path(port)
+    return path if path is not None and path.exists() else None

@@ -16,9 +16,8 @@ from typing import Any
 from paceline.core.environment import is_loopback
 from paceline.core.errors import ConfigError
 from paceline.core.plugins import import_library, install_command
-from paceline_serving.access import AccessPolicy, check_cors_origins
+from paceline_serving.access import AccessPolicy, BearerTokens, check_cors_origins
 from paceline_serving.app import App, DeploymentFactory, Models
-from paceline_serving.bearer_tokens import BearerTokens
 from paceline_serving.connection import BACKLOG, HttpServer
 from paceline_serving.model import ServedModel, ServingOptions
 
@@ -90,21 +89,50 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 log = logging.getLogger("paceline_serving")
 
 
-class _Shutdown:
-    """The requested kind of shutdown: drain, drain without delay, or force."""
+class Shutdown:
+    """The requested kind of shutdown, by SIGTERM and SIGINT: drain, drain without delay, or force."""
 
     def __init__(self) -> None:
-        self.requested = asyncio.Event()
-        self.skip_delay = asyncio.Event()
         self.force = asyncio.Event()
+        self.requested = asyncio.Event()
+        self._skip_delay = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
-    def on_signal(self, number: int) -> None:
-        if self.skip_delay.is_set():
+    def _on_signal(self, number: int) -> None:
+        if self._skip_delay.is_set():
             self.force.set()
         # Ctrl-C need not wait for a load balancer.
         if self.requested.is_set() or number == signal.SIGINT:
-            self.skip_delay.set()
+            self._skip_delay.set()
         self.requested.set()
+
+    async def allows(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Run the work, or cancel it when a shutdown is requested first; return whether it was finished."""
+        task = asyncio.create_task(work)
+        await _first(task, self.requested)
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            return False
+        task.result()
+        return True
+
+    async def delay(self, delay_s: float) -> None:
+        """Return when connections are to be refused, at most ``delay_s`` after the request."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._skip_delay.wait(), delay_s)
+
+    async def unless_forced(self, task: asyncio.Task[None], timeout_s: float | None = None) -> None:
+        """Wait for a task, until it is done, the time is up, or the shutdown is forced."""
+        await _first(task, self.force, timeout_s)
+
+
+async def _first(task: asyncio.Task[None], event: asyncio.Event, timeout_s: float | None = None) -> None:
+    waiting = asyncio.create_task(event.wait())
+    await asyncio.wait((task, waiting), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
 
 
 async def serve(
@@ -127,10 +155,7 @@ async def serve(
         ConfigError: it cannot listen on the address.
         ServingError: a package cannot be loaded.
     """
-    loop = asyncio.get_running_loop()
-    stop = _Shutdown()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.on_signal, number)
+    stop = Shutdown()
     with bind(address) as bound:
         models = Models(options, deploy)
         app = App(models, options, AccessPolicy(address.tokens, address.cors_origins, address.admin_token))
@@ -143,7 +168,7 @@ async def serve(
                 access = AccessPolicy(address.tokens)
                 grpc = GrpcServer(address.host, address.grpc_port, models, options, access, lambda: app.draining)
                 stack.push_async_callback(grpc.close)
-            if not await _run_unless(stop.requested, models.start(served_models)):
+            if not await stop.allows(models.start(served_models)):
                 return
             stack.push_async_callback(models.close)
             if grpc is not None:
@@ -168,23 +193,8 @@ def _import_grpc() -> None:
             raise ConfigError(f"--grpc-port needs {library} ({why}). Install it: {install_command('grpc')}") from error
 
 
-async def _run_unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Run the work, or cancel it when the event comes first; return whether it was finished."""
-    task = asyncio.create_task(work)
-    waiting = asyncio.create_task(event.wait())
-    await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    if not task.done():
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        return False
-    task.result()
-    return True
-
-
 async def _serve(
-    app: App, bound: socket.socket, options: ServingOptions, stop: _Shutdown, on_ready: Callable[[str], None]
+    app: App, bound: socket.socket, options: ServingOptions, stop: Shutdown, on_ready: Callable[[str], None]
 ) -> None:
     server = HttpServer(app, app.refuse, options.receive_timeout_s)
     listen(bound)
@@ -195,15 +205,10 @@ async def _serve(
     on_ready(url_of(bound))
     await stop.requested.wait()
     app.draining = True
-    if not stop.skip_delay.is_set():
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.skip_delay.wait(), options.drain_delay_s)
+    await stop.delay(options.drain_delay_s)
     # Normally everything is answered and sent within this time, except to clients that do not read.
     closing = asyncio.create_task(server.close())
-    forcing = asyncio.create_task(stop.force.wait())
-    timeout_s = options.receive_timeout_s + options.timeout_s
-    await asyncio.wait((closing, forcing), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    forcing.cancel()
+    await stop.unless_forced(closing, options.receive_timeout_s + options.timeout_s)
     for connection in tuple(server.connections):
         log.warning("aborted the connection of %s", connection.abort())
     await closing

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import re
 import secrets
 from collections.abc import Iterator, Mapping
@@ -11,7 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.core.errors import CheckpointError
+from paceline.core.files import parse_json, user_directory, write_atomically
+from paceline.core.ownership import locked
 from paceline.core.plugins import install_command
+
+_log = logging.getLogger(__name__)
 
 PARTS = "run/.part-"
 """The prefix of objects that a ``file://`` store has not renamed yet; they are deleted like old files of a run."""
@@ -216,3 +223,55 @@ class ObjectStore:
 def _reason(error: Exception) -> str:
     text = re.sub(r"//[^/@\s]+@", "//", str(error)).strip().rstrip(".")
     return f"{type(error).__name__}: {text:.300}" if text else type(error).__name__
+
+
+# --- Data files on this node: each is downloaded once, and kept in the user's cache ---
+
+
+def download(address: str) -> list[Path]:
+    """Return the files of an address on this node, by name.
+
+    Args:
+        address: such as ``s3://corpus/web-*.bin``, with ``*`` and ``[...]`` as in a shell.
+
+    Raises:
+        CheckpointError: the store does not give a file, none has such a name, or the disk is full.
+    """
+    folder, _, _ = address.partition("*")[0].partition("[")[0].rpartition("/")
+    store = ObjectStore(folder)
+    found = store.find(address.removeprefix(f"{folder}/"))
+    if not found:
+        raise CheckpointError(f"{address}: there is no such object. Check the address.")
+    return [_cached(store, each) for each in found]
+
+
+def _cached(store: ObjectStore, found: FoundObject) -> Path:
+    """Return an object's file; the first process of a node downloads it."""
+    address = f"{store.address}/{found.name}"
+    key = hashlib.sha256(f"{address}\n{found.size}\n{found.version}".encode()).hexdigest()[:32]
+    folder = user_directory("cache") / "data" / key
+    file, record = folder / Path(found.name).name, folder / "download.json"
+    digest = hashlib.sha256()
+
+    def pieces() -> Iterator[bytes]:
+        for piece in store.pieces(found.name, found.size):
+            digest.update(piece)
+            yield piece
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / "lock"):
+            if record.is_file() and file.is_file() and file.stat().st_size == parse_json(record.read_bytes())["size"]:
+                return file
+            for left in folder.glob(f".{file.name}.*"):  # of a process that was killed
+                left.unlink(missing_ok=True)
+            _log.info("downloading %s (%.1f MiB)", address, found.size / 2**20)
+            write_atomically(file, pieces())
+            known = {"address": address, "size": found.size, "sha256": digest.hexdigest(), "version": found.version}
+            write_atomically(record, json.dumps(known).encode())
+    except OSError as error:
+        raise CheckpointError(
+            f"{address} cannot be kept in {folder.parent}: {error.strerror or error}. Free some space there, or set "
+            "XDG_CACHE_HOME to a directory with more."
+        ) from error
+    return file
