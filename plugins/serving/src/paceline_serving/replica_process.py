@@ -84,9 +84,9 @@ class ReplicaStarter:
     def close(self) -> None:
         """End the process that forks; its children continue."""
         self._is_closed = True
-        if self._fork_server is not None:
+        if (fork_server := self._fork_server) is not None:
             # It has nothing to lose, and may be in the middle of its imports.
-            self._fork_server.kill()
+            fork_server.kill()
 
     def _env(self) -> dict[str, str]:
         return {**os.environ, "OMP_NUM_THREADS": str(self._threads)}
@@ -96,14 +96,14 @@ class ReplicaStarter:
             for _ in range(2):
                 if self._fork_server is None:
                     self._fork_server = ForkServer((*_PYTHON, "paceline_serving.fork_server", kind), self._env())
-                self._fork_server.fork(0, [channel.fileno()])
-                while (report := self._fork_server.report()) is not None:
-                    match report:
-                        case Forked():
+                if not self._is_closed:
+                    self._fork_server.fork(0, [channel.fileno()])
+                    while (report := self._fork_server.report()) is not None:
+                        if isinstance(report, Forked):
                             return report
-                        case NotForked():
+                        if isinstance(report, NotForked):
                             raise ServingError(f"a replica's process cannot be forked: {report.error}")
-                        # The pidfd of one that has exited has said so.
+                        # That a replica has ended, its pidfd has said.
                 self._fork_server.kill()
                 self._fork_server = None
                 if self._is_closed:
