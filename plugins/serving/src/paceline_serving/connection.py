@@ -484,7 +484,6 @@ class HttpServer:
 
     Args:
         refuse: called with the head of a POST.
-        receive_timeout_s: how long a client may take to send one request.
 
     Attributes:
         is_closing: each connection is closed after its next answer.

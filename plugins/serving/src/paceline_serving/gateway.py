@@ -140,12 +140,7 @@ class EngineProcess:
         self.url = ""
 
     async def start(self, client: httpx.AsyncClient, timeout_s: float) -> None:
-        """Start the process, and wait until it has answered a request.
-
-        Raises:
-            ConfigError: it cannot be started.
-            ServingError: it ended, or has not answered in time.
-        """
+        """Start the process, and wait until it has answered a request; a ServingError says why it has not."""
         port = free_loopback_port()
         self.url = f"http://127.0.0.1:{port}"
         command = kill_with_parent_command(engine_command(self._kind, self.name, port, self._arguments))
@@ -582,9 +577,7 @@ async def serve_engine(
     """Serve a model by an engine until SIGTERM or SIGINT; then finish the accepted requests.
 
     Args:
-        arguments: further words of the engine's command.
         model: a run's or a model's directory.
-        name: of the model, for clients.
         on_ready: called with the URL when the engine has answered.
 
     Raises:

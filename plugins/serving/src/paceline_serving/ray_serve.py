@@ -87,7 +87,6 @@ class RayServeReplica:
         """Load the model that ``header`` describes.
 
         Args:
-            header: of :func:`~paceline_serving.replica.load_warm`.
             application: Ray Serve application of this replica.
             anchor: name of an actor that lives as long as the server; None in a cluster of the server's own,
                 which ends with it and must not be reachable from other machines.

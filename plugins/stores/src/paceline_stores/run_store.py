@@ -280,7 +280,6 @@ class ObjectRunStore:
 
     Args:
         address: such as ``s3://bucket/run1``.
-        run: the run's directory.
         keep: number of last checkpoints to keep, besides the best.
     """
 
