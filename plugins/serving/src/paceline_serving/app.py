@@ -272,7 +272,7 @@ class Models:
         parse: Callable[[], InferRequest],
         build: Callable[[Deployment, InferRequest, Arrays], _T],
     ) -> _T:
-        """Parse a request, compute it and build its answer; what takes long is done outside of the event loop.
+        """Parse a request, compute it and build its answer; a thread does the work that takes long.
 
         Args:
             size: of its body, in bytes.

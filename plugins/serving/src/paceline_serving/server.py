@@ -120,7 +120,7 @@ class Shutdown:
         return True
 
     async def delay(self, delay_s: float) -> None:
-        """Return when connections are to be refused, at most ``delay_s`` after the request."""
+        """Return when the server must refuse connections, at most ``delay_s`` after the request."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._skip_delay.wait(), delay_s)
 
