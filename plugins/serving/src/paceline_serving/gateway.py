@@ -39,7 +39,7 @@ from paceline_serving.access import AccessPolicy
 from paceline_serving.app import CONTENT_TYPE
 from paceline_serving.batching import RequestFailure
 from paceline_serving.model import ServingOptions
-from paceline_serving.server import ListenAddress, Shutdown, bind, url_of
+from paceline_serving.server import ListenAddress, ServerShutdown, bind, url_of
 
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "date", "server"})
 _PRIVATE = frozenset({"host", "authorization", "content-length", "accept-encoding", *_HOP_BY_HOP})
@@ -584,7 +584,7 @@ async def serve_engine(
         ConfigError: it cannot listen on the address.
         ServingError: the engine cannot serve the model.
     """
-    stop = Shutdown()
+    stop = ServerShutdown()
     access = AccessPolicy(address.tokens, address.cors_origins, address.admin_token)
     gateway = Gateway(name, kind, arguments, options, access)
     with bind(address) as bound:

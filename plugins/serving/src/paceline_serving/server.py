@@ -89,7 +89,7 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 log = logging.getLogger("paceline_serving")
 
 
-class Shutdown:
+class ServerShutdown:
     """The requested kind of shutdown, by SIGTERM and SIGINT: drain, drain without delay, or force."""
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ async def serve(
         ConfigError: it cannot listen on the address.
         ServingError: a package cannot be loaded.
     """
-    stop = Shutdown()
+    stop = ServerShutdown()
     with bind(address) as bound:
         models = Models(options, deploy)
         app = App(models, options, AccessPolicy(address.tokens, address.cors_origins, address.admin_token))
@@ -194,7 +194,7 @@ def _import_grpc() -> None:
 
 
 async def _serve(
-    app: App, bound: socket.socket, options: ServingOptions, stop: Shutdown, on_ready: Callable[[str], None]
+    app: App, bound: socket.socket, options: ServingOptions, stop: ServerShutdown, on_ready: Callable[[str], None]
 ) -> None:
     server = HttpServer(app, app.refuse, options.receive_timeout_s)
     listen(bound)
