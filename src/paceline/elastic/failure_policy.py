@@ -169,23 +169,21 @@ class FailurePolicy:
         self._lost: list[ProcessExit] = []  # faults without a replacement
         self._distrusted: set[int] = set()  # local indices of workers that computed wrongly
 
-    def classify(self, end: Ended, *, stopping: bool, newcomer: bool) -> ExitClass | Literal["unfit"]:
+    def is_unfit(self, end: Ended, *, stopping: bool) -> bool:
+        """Return whether a worker of a new node failed by itself, so that the job continues without the node."""
+        by_itself = not end.killed and end.failure is not None and not end.failure.victim
+        return by_itself and not stopping and self._exit_class(end, stopping) != "done"
+
+    def classify(self, end: Ended, *, stopping: bool) -> ExitClass:
         """Classify an exit; for a fault, also call :meth:`may_go_on`.
 
         Args:
             end: of a worker that was not retired.
             stopping: whether the workers got the order to stop.
-            newcomer: whether its node has never taken part, while others do.
-
-        Returns:
-            "unfit" if a newcomer failed by itself: the job continues without its node.
         """
         exit_class = self._exit_class(end, stopping)
         if is_corruption(end.failure):
             self._distrusted.add(end.local_index)
-        by_itself = not end.killed and end.failure is not None and not end.failure.victim
-        if exit_class != "done" and newcomer and by_itself and not stopping:
-            return "unfit"
         if exit_class == "fault" and stopping and end.killed:
             exit_class = "asked"
         if exit_class == "done":

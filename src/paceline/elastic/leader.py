@@ -66,19 +66,6 @@ class WorkerPool:
     def __init__(self, planner: GroupPlanner) -> None:
         self._planner = planner
         self.nodes: dict[str, NodeCommands] = {}
-        self._took_part: set[str] = set()  # nodes whose workers were in a group
-
-    def joins(self, name: str, node: NodeCommands, workers: Iterable[WorkerState]) -> None:
-        """Add a node, with its workers."""
-        self.nodes[name] = node
-        if any(worker.status != "starting" for worker in workers):
-            self._took_part.add(name)
-
-    def is_of_newcomer(self, worker: int) -> bool:
-        """Return whether a worker's node has never taken part, while others have."""
-        participating = self._took_part & self.nodes.keys()
-        known = worker in self._planner.workers
-        return known and bool(participating) and self._planner.node(worker) not in participating
 
     def send(self, workers: Iterable[int], order: Order) -> None:
         """Send an order to workers that have not ended."""
@@ -94,7 +81,6 @@ class WorkerPool:
             port: of its store.
         """
         nodes = self.nodes_of(group)
-        self._took_part.update(nodes)
         workers_on: Counter[str] = Counter(nodes)
         assigned_on: Counter[str] = Counter()
         for rank, (worker, node) in enumerate(zip(group.workers, nodes, strict=True)):
@@ -225,8 +211,7 @@ class JobLeader:
     Args:
         planner: decides on the groups; has no nodes yet.
         here: this node, which serves the rendezvous stores.
-        address: this node's address for members on all nodes.
-        follows: whether another leader of this job has formed a group.
+        address: of its stores.
 
     Attributes:
         planner: as given; read-only for others.
@@ -241,8 +226,6 @@ class JobLeader:
         planner: GroupPlanner,
         here: NodeWorkers,
         address: str,
-        *,
-        follows: bool = False,
     ) -> None:
         self._spec = spec
         self._directory = directory
@@ -250,10 +233,11 @@ class JobLeader:
         self._address = address
         self._pool = WorkerPool(planner)
         self.shutdown = Shutdown(spec, self._pool, planner)
-        self.recovery_log = RecoveryLog(directory, first=-1 if follows else planner.generation + 1)
+        has_begun = planner.group is not None
+        self.recovery_log = RecoveryLog(directory, first=-1 if has_begun else planner.generation + 1)
         self.planner = planner
         self.failure_policy = FailurePolicy(
-            directory, RestartBudget(spec.recovery.max_restarts, first=-1 if follows else None)
+            directory, RestartBudget(spec.recovery.max_restarts, first=-1 if has_begun else None)
         )
         self.beats: dict[int, WorkerHeartbeat] = {}
         self._hangs = HangDetector(directory, here.files.do)
@@ -265,7 +249,7 @@ class JobLeader:
 
     def node_joins(self, name: str, node: NodeCommands, nproc: int, workers: Mapping[int, WorkerState]) -> None:
         """Add a node, with its workers."""
-        self._pool.joins(name, node, workers.values())
+        self._pool.nodes[name] = node
         self.learn_microbatches()
         if self.shutdown.begun:
             node.stop(signal.SIGTERM)
@@ -371,17 +355,13 @@ class JobLeader:
         self.form_group()
 
     def _judge(self, end: Ended) -> None:
-        newcomer = self._pool.is_of_newcomer(end.worker)
-        match self.failure_policy.classify(end, stopping=self.shutdown.begun, newcomer=newcomer):
+        match self.failure_policy.classify(end, stopping=self.shutdown.begun):
             case "done":
                 self._hangs.finishes(end.worker)
                 self._do(self.planner.done(end.worker))
                 if not self.planner.group_workers():
                     # Only spares are left, without work.
                     self.shutdown.kill_all()
-                return
-            case "unfit":
-                self._reject(end)
                 return
             case "fault":
                 self._fault(end)
@@ -477,10 +457,6 @@ class JobLeader:
         port = self._here.open_store(group.generation, self._address)
         self._pool.assign(group, self._address, port)
 
-    def _reject(self, newcomer: Ended) -> None:
-        """Continue without the node of a newcomer that failed by itself."""
-        raise AssertionError(f"the only node never joins a running job: {newcomer}")
-
 
 def make_planner(spec: LaunchSpec, generation: int, workers: Iterable[tuple[int, WorkerState]] = ()) -> GroupPlanner:
     """Make a planner without nodes, which continues after the last group of the run.
@@ -552,10 +528,16 @@ class MultiNodeLeader(JobLeader):
         address: str,
         *,
         agents: AgentController,
-        follows: bool,
     ) -> None:
-        super().__init__(spec, directory, planner, here, address, follows=follows)
+        super().__init__(spec, directory, planner, here, address)
         self._agents = agents
+        self._took_part: set[str] = set()  # nodes whose workers were in a group
+
+    def node_joins(self, name: str, node: NodeCommands, nproc: int, workers: Mapping[int, WorkerState]) -> None:
+        """Add a node, with its workers."""
+        if any(worker.status != "starting" for worker in workers.values()):
+            self._took_part.add(name)
+        super().node_joins(name, node, nproc, workers)
 
     def node_lost(self, name: str, why: str) -> None:
         """Remove a node and all its workers."""
@@ -581,8 +563,20 @@ class MultiNodeLeader(JobLeader):
             super().form_group()
 
     def _form(self, group: WorkerGroup) -> None:
-        self._agents.formed(frozenset(self._pool.nodes_of(group)))
+        nodes = frozenset(self._pool.nodes_of(group))
+        self._agents.formed(nodes)
+        self._took_part |= nodes
         super()._form(group)
 
-    def _reject(self, newcomer: Ended) -> None:
-        self._agents.reject(self.planner.node(newcomer.worker), self.failure_policy.rejection_message(newcomer))
+    def _judge(self, end: Ended) -> None:
+        """Continue without the node of a newcomer that failed by itself."""
+        if self._is_of_newcomer(end.worker) and self.failure_policy.is_unfit(end, stopping=self.shutdown.begun):
+            self._agents.reject(self.planner.node(end.worker), self.failure_policy.rejection_message(end))
+        else:
+            super()._judge(end)
+
+    def _is_of_newcomer(self, worker: int) -> bool:
+        """Return whether a worker's node has never taken part, while others have."""
+        participating = self._took_part & self._pool.nodes.keys()
+        is_known = worker in self.planner.workers
+        return is_known and bool(participating) and self.planner.node(worker) not in participating

@@ -651,7 +651,7 @@ class AgentController:
         self._links = LinkMap(self.name)
         self._told = {}
         self.leader = MultiNodeLeader(
-            self._spec, self._directory, planner, self._node, self._peers.address, agents=self, follows=has_begun
+            self._spec, self._directory, planner, self._node, self._peers.address, agents=self
         )
         self._peers.add_self()
         self._resumed()
