@@ -85,11 +85,13 @@ def test_each_node_appends_to_a_file_of_its_own(run: RunDirectory) -> None:
     text = "".join(json.dumps(record) + "\n" for record in theirs)
     run.events.write_text(text)
     run.append_event("started")
-    run.append_event("view")
+    run.append_event("view", slot=1)  # of an earlier version
     assert run.events.read_text() == text, "the other node may be appending to it"
     first, own = run.event_files()
     assert (first, own.name.partition("-")[0], len(own.read_text().splitlines())) == (run.events, "events", 2)
-    assert [event["event"] for event in run.read_events()] == ["created", "started", "group", "finished"]
+    events = run.read_events()
+    assert [event["event"] for event in events] == ["created", "started", "group", "finished"]
+    assert events[2]["local_index"] == 1
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:

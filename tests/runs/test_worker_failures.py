@@ -66,7 +66,7 @@ def test_an_error_that_nobody_recovers_ends_the_run(
         record_worker_failure(directory, 3, error, existed=existed),
         record_worker_failure(directory, 4, error, existed=existed, tell_agent=reports.append),
     ]
-    expected = [{"rank": 3}] * alone + [{"slot": 4}] * with_agent
+    expected = [{"rank": 3}] * alone + [{"local_index": 4}] * with_agent
     events = [{k: v for k, v in event.items() if k != "time"} for event in directory.read_events()]
     assert events == [{"event": "failed", **process, "error": str(error)} for process in expected]
     recorded = [read_failure(directory.error_of(rank)) for rank in (3, 4)]

@@ -64,16 +64,17 @@ class HangVerdict:
 
     Attributes:
         reasons: the activity of each root-cause rank; empty for a deadlock.
+        blocked: the ranks that wait for them.
         certain: False if a rank still progresses or is within its time limit; then it is only slow.
     """
 
     reasons: Mapping[int, str]
-    victims: tuple[int, ...]
+    blocked: tuple[int, ...]
     sentence: str
     certain: bool
 
     @property
-    def culprits(self) -> tuple[int, ...]:
+    def root_causes(self) -> tuple[int, ...]:
         """The root-cause ranks."""
         return tuple(sorted(self.reasons))
 
@@ -103,18 +104,18 @@ def diagnose(reports: Sequence[Told], nodes: Mapping[int, str] | None = None) ->
     last = max((s.collective_seq for s in inside), default=0)
     behind = [s for s in computing if s.collective_seq < last or not inside]
     waiting = [*inside, *in_users]
-    victims = tuple(sorted(s.rank for s in waiting))
+    blocked = tuple(sorted(s.rank for s in waiting))
     if silences or behind:
         reasons = {s.rank: s.why or "does not answer" for s in silences}
         reasons |= {s.rank: _reason(s, inside) for s in behind}
         clauses = [f"{names((rank,))} {reason}" for rank, reason in reasons.items()]
         clauses += _describe_blocked(names, inside, in_users, exchange_is_named=bool(behind and inside))
-        return HangVerdict(reasons, victims, "; ".join(clauses), all(map(_is_stuck, behind)))
+        return HangVerdict(reasons, blocked, "; ".join(clauses), all(map(_is_stuck, behind)))
     ahead = [s for s in computing if s not in behind]
     finished = sorted(r.rank for r in reports if isinstance(r, ExitedRank))
     sentence = _describe_deadlock(names, inside, in_users, ahead, finished)
     certain = all(map(_is_stuck, snapshots)) or _disagree(inside)
-    return HangVerdict({}, victims, sentence, certain)
+    return HangVerdict({}, blocked, sentence, certain)
 
 
 def _disagree(inside: Sequence[StallSnapshot]) -> bool:
@@ -133,15 +134,15 @@ def _is_stuck(snapshot: StallSnapshot) -> bool:
     return snapshot.overdue and snapshot.still_s >= snapshot.stage_s / 2
 
 
-def _reason(culprit: StallSnapshot, inside: Sequence[StallSnapshot]) -> str:
+def _reason(snapshot: StallSnapshot, inside: Sequence[StallSnapshot]) -> str:
     """Describe what a root-cause rank has not done, and its location."""
-    awaited = next((s for s in inside if s.collective_seq == culprit.collective_seq + 1), None)
+    awaited = next((s for s in inside if s.collective_seq == snapshot.collective_seq + 1), None)
     missing = (
         f"has not entered {_exchange(awaited)}"
         if awaited is not None
-        else f"has been at {_stage(culprit)} for {culprit.stage_s:.0f} s"
+        else f"has been at {_stage(snapshot)} for {snapshot.stage_s:.0f} s"
     )
-    return f"{missing}: {_location(culprit)}"
+    return f"{missing}: {_location(snapshot)}"
 
 
 def _location(snapshot: StallSnapshot) -> str:
@@ -239,8 +240,8 @@ def record_hang(directory: RunDirectory, folder: Path, verdict: HangVerdict, rep
     directory.append_event(
         "hang",
         step=step,
-        culprits=list(verdict.culprits),
-        victims=list(verdict.victims),
+        root_causes=list(verdict.root_causes),
+        blocked=list(verdict.blocked),
         sentence=verdict.sentence,
         stacks=str(folder.relative_to(directory.path)),
     )
@@ -248,7 +249,7 @@ def record_hang(directory: RunDirectory, folder: Path, verdict: HangVerdict, rep
 
 def record_slow(directory: RunDirectory, verdict: HangVerdict) -> None:
     """Add an event about ranks that slow the others down, but still progress."""
-    directory.append_event("slow", ranks=list(verdict.culprits), sentence=verdict.sentence)
+    directory.append_event("slow", ranks=list(verdict.root_causes), sentence=verdict.sentence)
 
 
 def _page(report: Told) -> str:
@@ -290,11 +291,11 @@ class Hang:
 
     Attributes:
         sentence: the diagnosis, and the directory of the stacks.
-        culprits: the workers to kill, with reasons; empty for a deadlock, where killing does not help.
+        root_causes: the workers to kill, with reasons; empty for a deadlock, where killing does not help.
     """
 
     sentence: str
-    culprits: dict[int, str]
+    root_causes: dict[int, str]
 
 
 class HangDetector:
@@ -312,7 +313,7 @@ class HangDetector:
         self._finished: set[int] = set()
         self._answers: dict[int, StallSnapshot] | None = None  # by worker, during a request
         self._due = math.inf
-        self._patient_until = -math.inf
+        self._asks_again_at = -math.inf
         self._next_slow = -math.inf
 
     @property
@@ -340,7 +341,7 @@ class HangDetector:
     def beats(self, worker: int, *, overdue: bool) -> None:
         """Record a heartbeat."""
         if overdue and self._answers is None and self._group is not None and worker in self._group.workers:
-            self._due = min(self._due, max(time.monotonic(), self._patient_until))
+            self._due = min(self._due, max(time.monotonic(), self._asks_again_at))
 
     def answers(self, worker: int, snapshot: StallSnapshot) -> None:
         """Record a snapshot."""
@@ -362,7 +363,7 @@ class HangDetector:
         workers, answers = self._group.workers, self._answers
         self._answers = None
         self._due = math.inf
-        self._patient_until = now + _PAUSE_S
+        self._asks_again_at = now + _PAUSE_S
         reports = [
             answers.get(worker) or (ExitedRank(rank) if worker in self._finished else NoResponse(rank))
             for rank, worker in enumerate(workers)
@@ -380,7 +381,7 @@ class HangDetector:
         )
 
     def _record_slow(self, verdict: HangVerdict, now: float) -> None:
-        if verdict.culprits and now >= self._next_slow:
+        if verdict.root_causes and now >= self._next_slow:
             self._next_slow = now + _SLOW_EVERY_S
             self._do(partial(record_slow, self._directory, verdict))
 
@@ -502,7 +503,7 @@ class Watchdog:
             return
         verdict = diagnose(reports)
         if not verdict.certain:
-            if verdict.culprits and time.monotonic() >= self._next_slow:
+            if verdict.root_causes and time.monotonic() >= self._next_slow:
                 self._next_slow = time.monotonic() + _SLOW_EVERY_S
                 record_slow(self._directory, verdict)
             self._request_file.unlink(missing_ok=True)

@@ -243,7 +243,7 @@ class JobLeader:
         self._hangs = HangDetector(directory, here.files.do)
         self._restart = RestartAllPolicy(self._pool.kill)
         self._knows_microbatches = False  # whether the run is created
-        self._culprit_is_to_come = False  # the job ends, and the root cause has not been reported yet
+        self._awaits_root_cause = False  # the job ends, and the root cause has not been reported yet
 
     # Nodes.
 
@@ -300,12 +300,12 @@ class JobLeader:
                 self._on_hang(hang)
 
     def _on_hang(self, hang: Hang) -> None:
-        if not hang.culprits:
+        if not hang.root_causes:
             self.failure_policy.end_job(hang.sentence)  # it would hang again
             self.shutdown.kill_all()
             return
         print_status(hang.sentence)
-        for worker, why in hang.culprits.items():
+        for worker, why in hang.root_causes.items():
             self._pool.kill((worker,), why)
 
     def conclude(self) -> int:
@@ -348,7 +348,7 @@ class JobLeader:
         """Handle the end of a worker's process."""
         self.beats.pop(end.worker, None)
         if end.retired and end.code == 0:
-            self.recovery_log.record("retired", slot=end.local_index, pid=end.pid, step=end.step)
+            self.recovery_log.record("retired", local_index=end.local_index, pid=end.pid, step=end.step)
             self._do(self.planner.exited(end.worker))
         else:
             self._judge(end)
@@ -382,10 +382,12 @@ class JobLeader:
             if end.worker in self.planner.group_workers():
                 # A silent member was lost at its last message, not at its node's timeout.
                 self.recovery_log.lost(time.monotonic() - (end.silent_s if end.killed else 0.0))
-            self.recovery_log.record("fault", slot=end.local_index, pid=end.pid, how=describe_end(end), step=end.step)
+            self.recovery_log.record(
+                "fault", local_index=end.local_index, pid=end.pid, how=describe_end(end), step=end.step
+            )
         group, may_spawn = self.planner.group, self.planner.may_spawn
         if not self.failure_policy.may_go_on(end, group, may_spawn=may_spawn, again=again, shared=shared):
-            self._culprit_is_to_come = shared
+            self._awaits_root_cause = shared
             if not self.shutdown.begun:
                 self.shutdown.within_grace()
 
@@ -444,7 +446,7 @@ class JobLeader:
         self._here.close_store(generation)
         if self._spec.recovery.recover == "inplace":
             self._pool.send(workers, GroupBroken(generation))
-        elif not self._culprit_is_to_come:
+        elif not self._awaits_root_cause:
             self._restart.end(generation, workers)
 
     def _form(self, group: WorkerGroup) -> None:

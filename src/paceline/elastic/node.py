@@ -302,7 +302,7 @@ class RendezvousStores:
         self._host: socket.socket | None = None  # it reads an end of file when the host has ended
         self._pidfd: int | None = None
         self._owed = 0  # commands that were not answered yet
-        self._patience_ends = math.inf
+        self._answer_due = math.inf
 
     def open(self, generation: int, address: str, fork_server: ForkServer) -> int:
         """Serve a store at this node's ``address``, in a host that ``fork_server`` forks if there is none.
@@ -331,12 +331,12 @@ class RendezvousStores:
             os.close(pidfd)
             return
         self._pidfd = pidfd
-        self._patience_ends = time.monotonic() + _SERVED_S
+        self._answer_due = time.monotonic() + _SERVED_S
 
     @property
     def deadline(self) -> float:
         """When :meth:`expire` is due, by the monotonic clock."""
-        return self._patience_ends if self._owed and self._pidfd is not None else math.inf
+        return self._answer_due if self._owed and self._pidfd is not None else math.inf
 
     def expire(self, now: float) -> None:
         """Replace a host that did not answer in time."""
@@ -372,7 +372,7 @@ class RendezvousStores:
     def _tell(self, command: Mapping[str, int], descriptors: Sequence[int]) -> None:
         if self._host is None:
             return
-        self._patience_ends = time.monotonic() + _SERVED_S
+        self._answer_due = time.monotonic() + _SERVED_S
         self._owed += 1
         # Where the host has died, the members' connections are refused, and they ask again.
         with suppress(ConnectionError):

@@ -515,7 +515,9 @@ def in_use(lock: Path) -> RunInUseError:
     )
 
 
-_OLD_GROUP = "view"  # what earlier versions called the event of a new group of workers
+# What earlier versions called the event of a new group of workers, and keys of events.
+_OLD_EVENTS = {"view": "group"}
+_OLD_KEYS = {"slot": "local_index", "culprits": "root_causes", "victims": "blocked"}
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:
@@ -524,7 +526,8 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be read: {error}. Move it away.") from error
     intact = [
-        {**event, "event": "group"} if event.get("event") == _OLD_GROUP else event
+        {_OLD_KEYS.get(key, key): value for key, value in event.items()}
+        | {"event": _OLD_EVENTS.get(event["event"], event["event"])}
         for event in records
         if isinstance(event.get("event"), str)
         and isinstance(event.get("time"), int | float)

@@ -187,7 +187,7 @@ def record_worker_failure(
     code = record_failure(directory, rank, error, tell_agent)
     with suppress(OSError):
         if directory.exists() and _ends_run(error, existed=existed, recovers=tell_agent is not None):
-            process = {"rank": rank} if tell_agent is None else {"slot": rank}
+            process = {"rank": rank} if tell_agent is None else {"local_index": rank}
             directory.append_event("failed", **process, error=str(error).partition("\n")[0])
     return code
 

@@ -137,7 +137,7 @@ class _TimelineReader:
         self._active = 0.0  # of the starts that ended
         self._since: float | None = None  # the current start
         self._last = 0.0
-        self._in_group: list[int] = []  # worker slots of the current group
+        self._in_group: list[int] = []  # local indices of the current group's workers
         self._computing = 0  # members that are not spares
         self._causes: list[str] = []  # of members lost since the group was formed
         self._began: float | None = None  # start of the current interruption
@@ -154,7 +154,7 @@ class _TimelineReader:
         step = step if isinstance(step, int) and step >= 0 else None
         if kind == "started":
             self._started(event, seconds, step or 0)
-        elif kind == "fault" and event.get("slot") in self._in_group:
+        elif kind == "fault" and event.get("local_index") in self._in_group:
             self._causes.append(_cause(str(event.get("how", ""))))
         elif kind == "node lost":
             self._causes.append("machine lost")
@@ -270,12 +270,12 @@ def describe(event: Event) -> str:
             return f"a process has other code: {', '.join(map(str, files))}"
         case {"event": "fallback", "reason": reason}:
             return f"skipped a checkpoint: {reason}"
-        case {"event": "fault", "slot": slot, "how": how}:
-            return f"the worker in slot {slot} {how}"
+        case {"event": "fault", "local_index": index, "how": how}:
+            return f"worker {index} {how}"
         case {"event": "hang" | "slow" as kind, "sentence": sentence}:
             return f"{kind}: {sentence}"
-        case {"event": "group", "generation": generation, "members": [*slots]}:
-            return f"generation {generation}: {_workers(len(slots))}, slots {', '.join(map(str, slots))}"
+        case {"event": "group", "generation": generation, "members": [*indices]}:
+            return f"generation {generation}: {_workers(len(indices))}: {', '.join(map(str, indices))}"
         case {"event": "node lost", "node": node, "why": why}:
             return f"machine {node} is lost: {why}"
         case {"event": "machines", "nodes": [*nodes]}:
@@ -296,8 +296,8 @@ def describe(event: Event) -> str:
             return f"micro-batches are shared {_shares(shares)}, no longer {_shares(before)}"
         case {"event": "scale", "nodes": nodes}:
             return f"asked to go to {nodes} machine{'s' if nodes != 1 else ''}"
-        case {"event": "retired", "slot": slot}:
-            return f"the worker in slot {slot} left, as asked"
+        case {"event": "retired", "local_index": index}:
+            return f"worker {index} left, as asked"
         case {"event": "scale", "before": before, "target": target}:
             return f"asked to go from {before} to {_workers(target)}"
         case {"event": "gather"}:
@@ -309,7 +309,7 @@ def describe(event: Event) -> str:
         case {"event": "corruption", "sentence": sentence}:
             return f"{sentence} The step is not applied"
         case {"event": "failed", "error": error}:
-            rank = event.get("rank", event.get("slot"))
+            rank = event.get("rank", event.get("local_index"))
             return f"failed: {error}" if rank is None else f"failed in rank {rank}: {error}"
         case {"event": "finished"}:
             return "finished"

@@ -34,27 +34,27 @@ def on_signal(number: int, frame: object) -> None:
     raise Stop(number)
 
 
-def main_under_agent(job_file: Path, channel: int, slot: int, terminal: tuple[int, int]) -> int:
+def main_under_agent(job_file: Path, channel: int, index: int, terminal: tuple[int, int]) -> int:
     """Work, and announce the exit code, as a worker does."""
     agent = AgentClient(WorkerChannel.of(channel))
-    code = work(agent, job_file, slot, terminal)
+    code = work(agent, job_file, index, terminal)
     agent.leave(code)
     return code
 
 
-def work(agent: AgentClient, job_file: Path, slot: int, terminal: tuple[int, int]) -> int:
+def work(agent: AgentClient, job_file: Path, index: int, terminal: tuple[int, int]) -> int:
     """Do the script's steps, in step with the others only as far as the agent asks for it."""
     script = json.loads(job_file.read_text())
     directory = job_file.parent
-    starts = directory / f"starts-{slot}"
+    starts = directory / f"starts-{index}"
     with starts.open("a") as file:
         file.write(f"{os.getpid()}\n")
     nth = len(starts.read_text().splitlines())
     has_bug = any(kind == "bug" for _, kind in script["faults"].values())
-    fault_step, kind = script["faults"].get(f"{slot}:{nth}", [-1, ""])
+    fault_step, kind = script["faults"].get(f"{index}:{nth}", [-1, ""])
     left = -1
-    print(f"slot {slot} of {os.getpid()}", flush=True)
-    os.write(terminal[0], f"terminal of {slot}\n".encode())
+    print(f"worker {index} of {os.getpid()}", flush=True)
+    os.write(terminal[0], f"terminal of {index}\n".encode())
     try:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, on_signal)
@@ -66,7 +66,7 @@ def work(agent: AgentClient, job_file: Path, slot: int, terminal: tuple[int, int
             assert assignment is not None
             left = assignment.generation
             with (directory / "groups").open("a") as file:
-                file.write(json.dumps([assignment.generation, assignment.rank, assignment.world_size, slot]) + "\n")
+                file.write(json.dumps([assignment.generation, assignment.rank, assignment.world_size, index]) + "\n")
             if kind == "bug":
                 end(kind)
             agent.pulse.step = int(progress.read_text()) if progress.exists() else 0
@@ -102,11 +102,11 @@ def work(agent: AgentClient, job_file: Path, slot: int, terminal: tuple[int, int
     except Retired:
         return 0
     except Stop as asked:
-        (directory / f"asked-{slot}").write_text(str(asked))
+        (directory / f"asked-{index}").write_text(str(asked))
         return 130 if asked.args[0] == signal.SIGINT else 75
     except Exception as error:
         agent.beat()
-        return record_failure(RunDirectory(directory), slot, error)
+        return record_failure(RunDirectory(directory), index, error)
 
 
 def hold_interpreter(seconds: float) -> None:

@@ -71,23 +71,23 @@ class Job:
     def wait_gone(self, pids: list[int]) -> None:
         self.wait_until(lambda: not any(runs(pid) for pid in pids), f"the end of {pids}")
 
-    def pids(self, slot: int) -> list[int]:
-        return [int(line) for line in (self.path / f"starts-{slot}").read_text().split()]
+    def pids(self, index: int) -> list[int]:
+        return [int(line) for line in (self.path / f"starts-{index}").read_text().split()]
 
     def alive(self) -> list[int]:
         started = [int(pid) for file in self.path.glob("starts-*") for pid in file.read_text().split()]
         return [pid for pid in started if runs(pid)]
 
     def groups(self) -> dict[int, list[int]]:
-        """The slots of each generation, by rank."""
+        """The local indices of each generation, by rank."""
         groups: dict[int, dict[int, int]] = {}
         for line in (self.path / "groups").read_text().splitlines():
-            generation, rank, _, slot = json.loads(line)
-            groups.setdefault(generation, {})[rank] = slot
+            generation, rank, _, index = json.loads(line)
+            groups.setdefault(generation, {})[rank] = index
         return {g: [of[r] for r in sorted(of)] for g, of in sorted(groups.items())}
 
     def last_group(self) -> list[int]:
-        """The slots of the newest generation but the first."""
+        """The local indices of the newest generation but the first."""
         [_, *later] = self.groups().values()
         return later[-1] if later else []
 
@@ -125,23 +125,23 @@ def test_killed_and_stopped_members_are_replaced(job: Job) -> None:
     # Survivors go on in their order; a worker that joins is last, whether it joins at once or in a group of its own.
     assert [group for group in groups if len(group) == 3] == [[0, 1, 2], [1, 2, 0], [1, 0, 2]]
     assert [group for group in groups if len(group) < 3] in ([], [[1, 2]], [[1, 0]], [[1, 2], [1, 0]])
-    assert [(e["slot"], e["how"]) for e in job.events("fault")] == [
+    assert [(e["local_index"], e["how"]) for e in job.events("fault")] == [
         (0, "was killed by SIGKILL"),
         (2, "did not answer within 1.5 s: it is stopped (SIGSTOP)"),
     ]
     assert [e["members"] for e in job.events("group")] == groups[1:]
     assert [e["generation"] for e in job.events("joined")] == list(job.groups())[1:]
     assert max(e["seconds"] for e in job.events("group")) >= 1
-    assert f"slot 2 of {job.pids(2)[1]}" in (job.path / "logs/rank-2.log").read_text()
+    assert f"worker 2 of {job.pids(2)[1]}" in (job.path / "logs/rank-2.log").read_text()
     # All have the launcher's terminal, whichever of them is rank 0.
-    assert {f"terminal of {slot}" for slot in range(3)} <= set(done.stdout.splitlines())
+    assert {f"terminal of {index}" for index in range(3)} <= set(done.stdout.splitlines())
 
 
 def test_a_member_that_computes_without_an_answer_has_the_time_of_a_step(job: Job) -> None:
     done = job.run(3, {"1:1": [20, "busy"], "2:1": [20, "grip"]}, steps=500)
     assert (done.returncode, done.stderr) == (0, "")
-    ((slot, how),) = [(event["slot"], event["how"]) for event in job.events("fault")]
-    assert (slot, how.partition(" it ")[0]) == (2, "did not answer within 4 s:")
+    ((index, how),) = [(event["local_index"], event["how"]) for event in job.events("fault")]
+    assert (index, how.partition(" it ")[0]) == (2, "did not answer within 4 s:")
     assert "runs without answering, as C code does that holds the interpreter" in how
 
 
@@ -149,7 +149,7 @@ def test_a_worker_for_which_there_is_no_log_prints_to_the_terminal(job: Job) -> 
     (job.path / "logs/rank-1.log").mkdir(parents=True)
     done = job.run(2, {})
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"slot 1 of {job.pids(1)[0]}" in done.stdout.splitlines()
+    assert f"worker 1 of {job.pids(1)[0]}" in done.stdout.splitlines()
 
 
 @pytest.mark.integration
@@ -273,7 +273,7 @@ def test_a_machine_that_computes_wrongly_again_ends_the_job(job: Job) -> None:
 
 
 def test_a_fault_that_always_comes_back_ends_the_job_and_names_the_step(job: Job) -> None:
-    always = {f"{slot}:{nth}": [80, "kill"] for nth in range(1, 9) for slot in range(2)}
+    always = {f"{index}:{nth}": [80, "kill"] for nth in range(1, 9) for index in range(2)}
     done = job.run(2, always, max_restarts=3)
     assert done.returncode == 1
     assert "was killed by SIGKILL" in done.stderr
@@ -283,7 +283,7 @@ def test_a_fault_that_always_comes_back_ends_the_job_and_names_the_step(job: Job
 @pytest.mark.parametrize(("allowed", "starts"), [(0, 1), (1, 2)])
 def test_a_restart_is_counted_though_a_peer_notices_the_fault_first(job: Job, allowed: int, starts: int) -> None:
     # The one that has lost its peer says so while the other still writes down its error.
-    faults = {f"{slot}:{nth}": [20, kind] for nth in (1, 2, 3) for slot, kind in ((0, "loses"), (1, "late"))}
+    faults = {f"{index}:{nth}": [20, kind] for nth in (1, 2, 3) for index, kind in ((0, "loses"), (1, "late"))}
     done = job.run(2, faults, max_restarts=allowed, recover="restart")
     assert done.returncode == 1
     assert len(job.pids(0)) == len(job.pids(1)) == starts
@@ -307,7 +307,7 @@ def test_a_signal_is_passed_on_once_and_nobody_is_started_after_it(job: Job, num
     done = job.finish(popen)
     assert (done.returncode, done.stderr) == (code, "")
     passed_on = int(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-    assert {(job.path / f"asked-{slot}").read_text() for slot in range(2)} == {str(passed_on)}
+    assert {(job.path / f"asked-{index}").read_text() for index in range(2)} == {str(passed_on)}
     assert len(job.pids(0)) == len(job.pids(1)) == 1
 
 

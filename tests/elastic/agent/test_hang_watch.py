@@ -76,12 +76,12 @@ def test_who_holds_the_others_up_is_to_be_killed(watch: HangDetector, tmp_path: 
     assert event == {
         "event": "hang",
         "step": 8,
-        "culprits": [0],
+        "root_causes": [0],
         "victims": [1],
         "sentence": sentence,
     }
     assert (folder / "rank-0.txt").read_text().endswith("the stacks")
-    # It is said once, however long the culprit takes to end.
+    # It is said once, however long the worker takes to end.
     watch.beats(9, overdue=True)
     assert watch.poll() is None
 
@@ -95,7 +95,7 @@ def test_who_does_not_answer_is_to_be_killed(watch: HangDetector, now: list[floa
     now[0] += 0.2
     hang = watch.poll()
     assert isinstance(hang, Hang)
-    assert hang.culprits == {9: "does not answer"}
+    assert hang.root_causes == {9: "does not answer"}
 
 
 def test_who_moves_is_slow_and_that_is_said_once_in_a_while(
@@ -119,7 +119,7 @@ def test_who_has_finished_is_not_waited_for(watch: HangDetector) -> None:
     watch.answers(9, standing(1, inside=True))
     hang = watch.poll()
     assert isinstance(hang, Hang)
-    assert hang.culprits == {}
+    assert hang.root_causes == {}
     assert "rank 0 on node a has finished" in hang.sentence
 
 

@@ -65,7 +65,7 @@ def test_survivors_go_on_before_the_replacement_is_there() -> None:
     assert planner.waits(1) == [FormGroup(worker_group(1, (1, 2)))]
     assert planner.waits(3) == [RequestReform(worker_group(1, (1, 2)))]
     assert planner.waits(1) == [BreakGroup(1, (2,))]
-    # The newcomer has the lowest slot, but holds nothing: it is last.
+    # The newcomer has the lowest local index, but holds nothing: it is last.
     assert planner.waits(2) == [FormGroup(worker_group(2, (1, 2, 3)))]
 
 
@@ -124,7 +124,7 @@ def test_growing_and_shrinking() -> None:
     for worker in (0, 1, 2):
         planner.waits(worker)
     assert planner.waits(3) == [StopWorker(3), FormGroup(worker_group(2, (0, 1, 2)))]
-    # The retired one has not ended yet, so its slot, and its log, is not given away.
+    # The retired one has not ended yet, so its local index, and its log, is not given away.
     assert planner.resize("a", 4) == [Start(4, "a", 4)]
 
 
@@ -133,7 +133,7 @@ def test_who_holds_the_state_is_kept_before_who_does_not() -> None:
     assert planner.exited(0) == [Start(3, "a", 0), BreakGroup(0, (1, 2))]
     planner.waits(1)
     assert planner.waits(2) == [FormGroup(worker_group(1, (1, 2)))]
-    # The replacement in slot 0 holds nothing yet: it goes at once, and then the highest rank.
+    # The replacement with index 0 holds nothing yet: it goes at once, and then the highest rank.
     assert planner.resize("a", 1) == [StopWorker(3), RequestReform(worker_group(1, (1, 2)))]
     planner.waits(2)
     assert planner.waits(1) == [StopWorker(2), FormGroup(worker_group(2, (1,)))]
@@ -210,7 +210,7 @@ def test_with_a_node_all_its_workers_are_gone() -> None:
     assert planner.waits(2) == []
     assert planner.waits(3) == []
     assert planner.form_group() == [FormGroup(worker_group(1, (2, 3)))]
-    # One that comes takes the free slots, and joins after a step.
+    # One that comes takes what is vacant, and joins after a step.
     assert planner.node_joins("c", 1) == [Start(4, "c", 0)]
     assert planner.waits(4) == [RequestReform(worker_group(1, (2, 3)))]
 
@@ -454,9 +454,9 @@ class World:
     def perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Start(worker, _, slot):
-                    slots = [self.planner.local_index(w) for w in self.planner.workers]
-                    assert len(slots) == len(set(slots)), f"slot {slot} is given twice"
+                case Start(worker, _, index):
+                    indices = [self.planner.local_index(w) for w in self.planner.workers]
+                    assert len(indices) == len(set(indices)), f"local index {index} is given twice"
                     self.alive[worker] = Process()
                 case FormGroup(group):
                     self.form(group)

@@ -36,12 +36,12 @@ def test_one_rank_in_its_own_code_holds_up_all_others() -> None:
     found = diagnose([waits(0), waits(1), waits(2), works(3, "`Faces.__getitem__` (faces.py:88)")])
     assert found == HangVerdict(
         reasons={3: "has not entered all-reduce 841 of step 212: it is in `Faces.__getitem__` (faces.py:88)"},
-        victims=(0, 1, 2),
+        blocked=(0, 1, 2),
         sentence="rank 3 has not entered all-reduce 841 of step 212: "
         "it is in `Faces.__getitem__` (faces.py:88); ranks 0-2 wait for it",
         certain=True,
     )
-    assert found.culprits == (3,)
+    assert found.root_causes == (3,)
     assert found.reasons
 
 
@@ -59,15 +59,15 @@ def test_one_rank_in_its_own_code_holds_up_all_others() -> None:
         ({"where": "", "phase": "optimizer"}, "it is at optimizer"),
     ],
 )
-def test_where_the_culprit_is(others: dict[str, Any], sentence: str) -> None:
+def test_where_the_root_cause_is(others: dict[str, Any], sentence: str) -> None:
     found = diagnose([waits(0), works(1, "", **others)])
     assert found.sentence == f"rank 1 has not entered all-reduce 841 of step 212: {sentence}; rank 0 waits for it"
 
 
-def test_two_culprits_on_two_nodes() -> None:
+def test_two_root_causes_on_two_nodes() -> None:
     reports = [waits(0), works(1, "`f` (a.py:1)"), waits(2), waits(3), works(4, "`g` (a.py:2)")]
     found = diagnose(reports, {0: "a", 1: "a", 2: "a", 3: "b", 4: "b"})
-    assert found.culprits == (1, 4)
+    assert found.root_causes == (1, 4)
     assert found.sentence == (
         "rank 1 on node a has not entered all-reduce 841 of step 212: it is in `f` (a.py:1); "
         "rank 4 on node b has not entered all-reduce 841 of step 212: it is in `g` (a.py:2); "
@@ -78,7 +78,7 @@ def test_two_culprits_on_two_nodes() -> None:
 def test_a_rank_that_does_not_answer_is_to_blame() -> None:
     found = diagnose([waits(0), NoResponse(1, "is stopped (SIGSTOP)"), waits(2)])
     assert found.sentence == ("rank 1 is stopped (SIGSTOP); ranks 0 and 2 wait for it in all-reduce 841 of step 212")
-    assert (found.culprits, found.victims, found.certain) == ((1,), (0, 2), True)
+    assert (found.root_causes, found.blocked, found.certain) == ((1,), (0, 2), True)
     assert diagnose([waits(0), NoResponse(1)]).reasons == {1: "does not answer"}
 
 
@@ -87,7 +87,7 @@ def test_ranks_in_different_exchanges_wait_for_each_other() -> None:
     found = diagnose([waits(0), waits(1), early])
     assert not found.reasons
     assert found.certain
-    assert found.victims == (0, 1, 2)
+    assert found.blocked == (0, 1, 2)
     assert found.sentence.startswith(
         "the ranks wait for each other: ranks 0 and 1 are in all-reduce 841 of step 212; "
         "rank 2 is in all-gather 841 of the evaluation after step 211."
@@ -119,7 +119,7 @@ def test_a_collective_of_the_users_own_that_others_do_not_call() -> None:
     assert "rank 1 is in torch.distributed.barrier, called by `Faces.loss` (faces.py:9)" in found.sentence
     # Where somebody is still on the way there, nobody is in disagreement.
     found = diagnose([alone, works(2, "`slow` (faces.py:3)")])
-    assert (found.culprits, found.victims) == ((2,), (1,))
+    assert (found.root_causes, found.blocked) == ((2,), (1,))
 
 
 def test_all_in_the_same_exchange() -> None:
@@ -134,13 +134,13 @@ def test_a_rank_that_has_finished_is_named_and_not_to_be_killed() -> None:
     assert found.certain
     assert "rank 0 is in all-reduce 841 of step 212; rank 1 has finished" in found.sentence
     found = diagnose([waits(0), ExitedRank(1), works(2, "`f` (a.py:1)")])
-    assert found.culprits == (2,)
+    assert found.root_causes == (2,)
 
 
 def test_a_rank_alone() -> None:
     found = diagnose([works(0, "`f` (a.py:1)")])
     assert found.sentence == "rank 0 has been at step 212 for 31 s: it is in `f` (a.py:1)"
-    assert found.culprits == (0,)
+    assert found.root_causes == (0,)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_rank_alone() -> None:
 )
 def test_a_rank_that_moves_or_may_take_its_time_is_only_slow(others: dict[str, Any]) -> None:
     found = diagnose([waits(0), works(1, "`f` (a.py:1)", **others)])
-    assert found.culprits == (1,)
+    assert found.root_causes == (1,)
     assert not found.certain
 
 

@@ -77,7 +77,7 @@ def test_ranks_that_do_not_go_on_are_named_and_replaced(run_processes: Any, tmp_
     ):
         assert re.sub(r"all-reduce \d+", "all-reduce N", sentence).startswith(start)
     for event in run.events("hang"):
-        assert event["culprits"] == [0]
+        assert event["root_causes"] == [0]
         assert event["victims"] == list(range(1, len(event["victims"]) + 1))
         assert event["victims"]
     assert all("has not entered all-reduce" in event["how"] for event in run.events("fault"))

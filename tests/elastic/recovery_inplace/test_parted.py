@@ -57,7 +57,7 @@ def test_a_killed_rank_and_a_hang_change_nothing(run_processes: Any, tmp_path: P
     killed, hung = faults
     assert "was killed by SIGKILL" in killed["how"]
     (verdict,) = harmed.events("hang")
-    assert verdict["culprits"] == [1]
+    assert verdict["root_causes"] == [1]
     # Who has the other half of its layers waits inside of one, in nobody's count of exchanges.
     assert "rank 0 waits in torch.distributed.wait_tensor" in verdict["sentence"]
     assert "rank 1 has not entered" in re.sub(r"\.py:\d+", ".py", verdict["sentence"])

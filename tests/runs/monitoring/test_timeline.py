@@ -18,7 +18,7 @@ START = [
     event(0, "started", generation=0, world_size=3, microbatches=6, step=0, total_steps=100),
 ]
 KILLED = [
-    event(10, "fault", slot=1, pid=7, how="was killed by SIGKILL", step=40),
+    event(10, "fault", local_index=1, pid=7, how="was killed by SIGKILL", step=40),
     event(10.1, "group", generation=1, members=[0, 2], world_size=2, why="lost", step=41, seconds=0.2),
     event(10.2, "joined", generation=1, step=41, seconds=0.3),
 ]
@@ -56,7 +56,7 @@ def test_a_loss_lasts_from_the_last_sign_until_all_train() -> None:
 
 def test_silence_counts_from_when_it_was_last_heard() -> None:
     silent = [
-        event(12, "fault", slot=2, pid=8, how="did not answer within 2 s", step=40),
+        event(12, "fault", local_index=2, pid=8, how="did not answer within 2 s", step=40),
         event(12, "group", generation=1, members=[0, 1], world_size=2, why="", step=40, seconds=2.0),
         event(12.1, "joined", generation=1, step=40, seconds=2.1),
     ]
@@ -79,9 +79,9 @@ def test_with_a_machine_all_its_workers_are_lost_at_once() -> None:
 
 def test_a_view_that_breaks_while_it_forms_is_one_interruption() -> None:
     again = [
-        event(10, "fault", slot=1, pid=7, how="was killed by SIGKILL", step=40),
+        event(10, "fault", local_index=1, pid=7, how="was killed by SIGKILL", step=40),
         event(10.1, "group", generation=1, members=[0, 2], world_size=2, why="lost", step=41, seconds=0.1),
-        event(10.2, "fault", slot=2, pid=8, how="was killed by SIGKILL", step=41),
+        event(10.2, "fault", local_index=2, pid=8, how="was killed by SIGKILL", step=41),
         event(10.3, "group", generation=2, members=[0], world_size=1, why="lost", step=41, seconds=0.3),
         event(10.5, "joined", generation=2, step=41, seconds=0.5),
     ]
@@ -91,14 +91,14 @@ def test_a_view_that_breaks_while_it_forms_is_one_interruption() -> None:
 
 
 def test_a_worker_that_is_in_no_view_interrupts_nobody() -> None:
-    starting = event(11, "fault", slot=1, pid=9, how="was killed by SIGKILL", step=-1)
+    starting = event(11, "fault", local_index=1, pid=9, how="was killed by SIGKILL", step=-1)
     read = timeline([*START, *KILLED, starting, *JOINED, *END])
     assert [i.cause for i in read.interruptions] == ["killed", "joining"]
 
 
 def test_where_all_are_lost_steps_are_repeated() -> None:
     lost = [
-        *(event(10, "fault", slot=slot, pid=slot, how="was killed by SIGKILL", step=50) for slot in range(3)),
+        *(event(10, "fault", local_index=index, pid=index, how="was killed by SIGKILL", step=50) for index in range(3)),
         event(14, "group", generation=1, members=[0, 1, 2], world_size=3, why="", step=-1, seconds=4.0),
         event(14.5, "started", generation=1, world_size=3, microbatches=6, step=25, total_steps=100),
         event(15, "joined", generation=1, step=25, seconds=5.0),
@@ -123,7 +123,7 @@ def test_time_between_stop_and_resume_is_nobodys() -> None:
 
 def test_a_crash_ends_with_its_last_event_and_its_steps_are_repeated() -> None:
     resumed = event(500, "started", generation=1, world_size=3, microbatches=6, step=25, total_steps=100)
-    crashed = event(8, "fault", slot=0, pid=1, how="exited with status 1", step=60)
+    crashed = event(8, "fault", local_index=0, pid=1, how="exited with status 1", step=60)
     read = timeline([*START, event(5, "checkpoint", step=25, version=25), crashed, resumed, event(512, "finished")])
     assert read.goodput.active_s == 8 + 12
     assert read.goodput.repeated_steps == 35
@@ -136,7 +136,7 @@ def test_a_run_at_work_is_read_up_to_now() -> None:
 
 
 def test_events_are_told_in_words_and_unknown_ones_as_they_are() -> None:
-    assert describe({"event": "hang", "sentence": "rank 3 waits", "culprits": [3]}) == "hang: rank 3 waits"
+    assert describe({"event": "hang", "sentence": "rank 3 waits", "root_causes": [3]}) == "hang: rank 3 waits"
     assert describe({"event": "failed", "rank": 2, "error": "no"}) == "failed in rank 2: no"
     assert describe({"event": "stopped", "cause": "SIGUSR1"}) == "stopped by SIGUSR1; everything is saved"
     assert "--walltime was over" in describe({"event": "stopped", "cause": "walltime"})

@@ -287,7 +287,7 @@ class FaultInjector:
 
     def _inject(self, fault: Fault, status: RunStatus) -> None:
         victim = status.ranks[fault.choice % len(status.ranks)]
-        target = f"rank {victim.rank} (slot {victim.local_index})"
+        target = f"rank {victim.rank} (worker {victim.local_index})"
         pids: tuple[int, ...] = () if victim.pid is None else (victim.pid,)
         at = time.time()
         match fault.kind:

@@ -39,7 +39,7 @@ def test_lost_workers_are_no_lost_time_but_the_recovery_is() -> None:
     events = [
         event(0, "started", step=0, world_size=2, generation=0),
         # From 4 on one of two works; the next view trains 1 s later.
-        event(4, "fault", slot=1, how="was killed by SIGKILL", step=3),
+        event(4, "fault", local_index=1, how="was killed by SIGKILL", step=3),
         event(4.5, "group", generation=1, members=[0], seconds=0.5, step=3),
         event(5, "joined", generation=1, seconds=1.0, step=3),
         event(17, "finished"),
