@@ -16,6 +16,7 @@ from paceline.core.errors import (
     SilentDataCorruptionError,
 )
 from paceline.core.signals import WORKER_STOP_SIGNALS
+from paceline.core.standard_streams import print_status
 from paceline.data.ledger import read_ledger
 from paceline.data.order import restore_order
 from paceline.elastic.group_planner import WorkerGroup
@@ -328,6 +329,7 @@ class RecoveryLog:
         self._asked_to_reform = -1  # the generation whose members got the order to leave it
         self._why = ""  # the reason from the first member that left the current group
         self._joined: set[int] = set()  # members of the current group that have its state
+        self._has_told = False  # whether the user knows of a loss, and not yet that all is as before
 
     def record(self, kind: str, **fields: object) -> None:
         self._directory.queue_event(kind, **fields)
@@ -340,6 +342,11 @@ class RecoveryLog:
     def hit(self) -> None:
         """Record the loss of a worker or node."""
         self._hit = True
+
+    def tell(self, loss: str) -> None:
+        """Tell the user of a loss, and later how training continues."""
+        print_status(loss)
+        self._has_told = True
 
     def left(self, why: str) -> None:
         """Record that a worker has left its group, and why."""
@@ -377,12 +384,20 @@ class RecoveryLog:
         self._why = ""
         self._hit = False
 
-    def joined(self, group: WorkerGroup, worker: int, step: int) -> None:
-        """Record that a member of the current group has its state."""
+    def joined(self, group: WorkerGroup, worker: int, step: int, full_size: int) -> None:
+        """Record that a member of the current group has its state; ``full_size``: of a group without losses."""
         self._joined.add(worker)
-        if self.is_whole(group) and group.generation > self._first:
-            self.record("joined", generation=group.generation, step=step, seconds=self._since_loss())
-            self._lost_at = None
+        if not self.is_whole(group) or group.generation <= self._first:
+            return
+        seconds = self._since_loss()
+        self.record("joined", generation=group.generation, step=step, seconds=seconds)
+        self._lost_at = None
+        if self._has_told:
+            when = f" after step {step}" if step >= 0 else ""
+            pause = "" if seconds is None else f", {seconds:.1f} s later"
+            size = len(group.workers)
+            print_status(f"training continues{when} with {size} worker{'s' if size > 1 else ''}{pause}.")
+            self._has_told = len(group.workers) < full_size
 
     def is_whole(self, group: WorkerGroup | None) -> bool:
         """Return whether all members of the current group have its state."""

@@ -213,7 +213,7 @@ class GroupPlanner:
 
     def gather(self) -> list[Action]:
         """Make the next group wait for all workers; leave a healthy but incomplete one."""
-        self.wait_for_all = len(self.group_workers()) < self._full
+        self.wait_for_all = len(self.group_workers()) < self.full_size
         return self._decide()
 
     def exclude(self, nodes: frozenset[str]) -> list[Action]:
@@ -242,7 +242,7 @@ class GroupPlanner:
         return sum(self.nodes.values()) + self.spares
 
     @property
-    def _full(self) -> int:
+    def full_size(self) -> int:
         """The size of a complete group."""
         target = sum(nproc for node, nproc in self.nodes.items() if node not in self.excluded) + self.spares
         return min(target, self.max_workers + self.spares)

@@ -205,6 +205,9 @@ class Shutdown:
 # orders to the nodes, and the nodes' reports into its events.
 
 
+_RESTART = "All start again from the newest checkpoint."
+
+
 class JobLeader:
     """Leads the workers of a job.
 
@@ -337,7 +340,7 @@ class JobLeader:
             case Joined(generation):
                 group = self.planner.group
                 if group is not None and group.generation == generation:
-                    self.recovery_log.joined(group, worker, self._step_of(worker))
+                    self.recovery_log.joined(group, worker, self._step_of(worker), self.planner.full_size)
 
     def _has_lost_a_peer(self, worker: int) -> bool:
         """Return whether a worker has left the current group without a request."""
@@ -390,6 +393,23 @@ class JobLeader:
             self._awaits_root_cause = shared
             if not self.shutdown.begun:
                 self.shutdown.within_grace()
+        elif may_spawn and not shared and not end.retired:
+            self.recovery_log.tell(self._describe_loss(end))
+
+    def _describe_loss(self, end: Ended) -> str:
+        """Describe a fault, and what follows from it, for the user."""
+        group, living = self.planner.group, self.planner.group_workers()
+        is_member = group is not None and end.worker in living
+        who = f"rank {group.workers.index(end.worker)}" if group and is_member else f"worker {end.local_index}"
+        when = f"after step {end.step}, " if end.step >= 0 else ""
+        error = "" if end.failure is None else f": {end.failure.type}: {end.failure.message}".partition("\n")[0]
+        if not is_member:
+            response = "Another one starts."
+        elif self._spec.recovery.recover == "restart" or len(living) == 1:
+            response = _RESTART
+        else:
+            response = "The others continue, and another worker starts."
+        return f"{when}{who} on {self.planner.node(end.worker)} {describe_end(end)}{error}. {response}"
 
     def _step_of(self, worker: int) -> int:
         return self.beats[worker].step if worker in self.beats else -1
@@ -548,6 +568,10 @@ class MultiNodeLeader(JobLeader):
         self.recovery_log.hit()
         self.recovery_log.lost()
         self.recovery_log.record("node lost", node=name, why=why)
+        if name in self.planner.nodes_acting:
+            restarts = self._spec.recovery.recover == "restart"
+            response = _RESTART if restarts else "The other nodes continue."
+            self.recovery_log.tell(f"node {name} is lost: {why}. {response}")
         actions = self.planner.node_lost(name)
         del self._pool.nodes[name]
         self._do(actions)

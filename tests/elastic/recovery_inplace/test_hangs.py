@@ -38,8 +38,9 @@ class Run:
         return [event for event in map(json.loads, lines) if event["event"] == kind]
 
     def sentences(self) -> list[str]:
-        """What was said on the terminal, without line numbers; it is what the events say."""
-        told = [line.removeprefix("paceline: ") for line in self.done.stderr.splitlines()]
+        """What was said of hangs on the terminal, without line numbers; it is what the events say."""
+        lines = self.done.stderr.splitlines()
+        told = [line.removeprefix("paceline: ") for line in lines if "All stacks: " in line]
         events = [f"{e['sentence']}. All stacks: {self.path / e['stacks']}" for e in self.events("hang")]
         assert told == events
         return [re.sub(r"\.py:\d+", ".py", event["sentence"]) for event in self.events("hang")]
@@ -78,8 +79,8 @@ def test_ranks_that_do_not_go_on_are_named_and_replaced(run_processes: Any, tmp_
         assert re.sub(r"all-reduce \d+", "all-reduce N", sentence).startswith(start)
     for event in run.events("hang"):
         assert event["root_causes"] == [0]
-        assert event["victims"] == list(range(1, len(event["victims"]) + 1))
-        assert event["victims"]
+        assert event["blocked"] == list(range(1, len(event["blocked"]) + 1))
+        assert event["blocked"]
     assert all("has not entered all-reduce" in event["how"] for event in run.events("fault"))
     first = run.path / run.events("hang")[0]["stacks"]
     assert sorted(path.name for path in first.iterdir()) == [f"rank-{rank}.txt" for rank in range(4)]
