@@ -368,6 +368,10 @@ class RecoveryLog:
             step: their step; -1 if unknown yet.
         """
         if group.generation > self._first:
+            is_recovery = self._hit or self._asked_to_reform != group.generation - 1
+            if is_recovery and not self._has_told:
+                why = f": {self._why.rstrip('.')}" if self._why else ""
+                self.tell(f"the group of workers has ended{why}. Another one begins.")
             self.record(
                 "group",
                 generation=group.generation,
@@ -376,7 +380,7 @@ class RecoveryLog:
                 computing=group.active,
                 nodes=len(set(nodes)),
                 why=self._why,
-                recovery=self._hit or self._asked_to_reform != group.generation - 1,
+                recovery=is_recovery,
                 step=step,
                 seconds=self._since_loss(),
             )

@@ -77,7 +77,7 @@ def test_who_holds_the_others_up_is_to_be_killed(watch: HangDetector, tmp_path: 
         "event": "hang",
         "step": 8,
         "root_causes": [0],
-        "victims": [1],
+        "blocked": [1],
         "sentence": sentence,
     }
     assert (folder / "rank-0.txt").read_text().endswith("the stacks")
