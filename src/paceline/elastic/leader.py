@@ -205,7 +205,7 @@ class Shutdown:
 # orders to the nodes, and the nodes' reports into its events.
 
 
-_RESTART = "All start again from the newest checkpoint."
+_RESTART = "All restart from the newest checkpoint."
 
 
 class JobLeader:

@@ -515,7 +515,7 @@ def in_use(lock: Path) -> RunInUseError:
     )
 
 
-# What earlier versions called the event of a new group of workers, and keys of events.
+# Names of earlier versions: of the event of a new group of workers, and of keys.
 _OLD_EVENTS = {"view": "group"}
 _OLD_KEYS = {"slot": "local_index", "culprits": "root_causes", "victims": "blocked"}
 

@@ -237,7 +237,7 @@ def test_why_a_lease_cannot_be_taken_is_said_once(company: PeerDirectory, capsys
 def test_where_all_die_all_are_started_again(job: Job) -> None:
     done = job.run(2, {"0:1": [50, "kill"], "1:1": [50, "kill"]})
     assert done.returncode == 0
-    assert "All start again from the newest checkpoint." in done.stderr
+    assert "All restart from the newest checkpoint." in done.stderr
     assert len(job.pids(0)) == len(job.pids(1)) == 2
     assert sorted(list(job.groups().values())[-1]) == [0, 1]
 
@@ -298,7 +298,7 @@ def test_a_restart_is_counted_though_a_peer_notices_the_fault_first(job: Job, al
     assert "\npaceline: rank 1 failed first: ValueError: a bug" in f"\n{done.stderr}"
     # A restart is told once, however many processes end, and where no root cause is known.
     assert (
-        len(re.findall(r"All start again from|the group of workers has ended: test\. Another", done.stderr)) == allowed
+        len(re.findall(r"All restart from|the group of workers has ended: test\. Another", done.stderr)) == allowed
     )
 
 
@@ -308,7 +308,7 @@ def test_a_restart_keeps_more_workers_than_micro_batches(job: Job) -> None:
     done = job.run(3, {"1:1": [20, "kill"]}, recover="restart")
     assert done.returncode == 0
     lost, continues = done.stderr.splitlines()
-    assert lost.endswith("was killed by SIGKILL. All start again from the newest checkpoint.")
+    assert lost.endswith("was killed by SIGKILL. All restart from the newest checkpoint.")
     assert re.search(r"training continues after step \d+ with 3 workers, [\d.]+ s later", continues)
     assert job.groups() == {0: [0, 1, 2], 1: [0, 1, 2]}
 
