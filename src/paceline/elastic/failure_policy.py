@@ -158,7 +158,7 @@ class FailurePolicy:
 
     Attributes:
         recoveries: workers lost so far.
-        reason: why the job ends; "" if it does not.
+        reason: why the job ends, if no worker's exit tells it; else "".
     """
 
     def __init__(self, directory: RunDirectory, budget: RestartBudget) -> None:
@@ -251,10 +251,6 @@ class FailurePolicy:
         )
         return False
 
-    def end_job(self, reason: str) -> None:
-        """Record why the job ends, although no worker's exit tells it."""
-        self.reason = reason
-
     def conclude(self, asked: int | None) -> int:
         """Print one message if the job failed; return its exit code.
 
@@ -326,7 +322,6 @@ class RecoveryLog:
         self._first = first
         self._lost_at: float | None = None  # when the group being replaced was broken or left
         self._hit = False  # whether a worker or node was lost since the current group was formed
-        self._asked_to_reform = -1  # the generation whose members got the order to leave it
         self._why = ""  # the reason from the first member that left the current group
         self._joined: set[int] = set()  # members of the current group that have its state
         self._has_told = False  # whether the user knows of a loss, and not yet that all is as before
@@ -352,23 +347,18 @@ class RecoveryLog:
         """Record that a worker has left its group, and why."""
         self._why = self._why or why
 
-    def asked_to_reform(self, generation: int) -> None:
-        """Record that the members of this group got the order to leave it."""
-        self._asked_to_reform = generation
-
-    def was_asked_to_reform(self, generation: int) -> bool:
-        """Return whether the members of this group got the order to leave it."""
-        return self._asked_to_reform == generation
-
-    def formed(self, group: WorkerGroup, local_indices: Sequence[int], nodes: Sequence[str], step: int) -> None:
+    def formed(
+        self, group: WorkerGroup, local_indices: Sequence[int], nodes: Sequence[str], step: int, *, is_asked: bool
+    ) -> None:
         """Record a new group.
 
         Args:
             nodes: its members' nodes.
             step: their step; -1 if unknown yet.
+            is_asked: whether the members of the last group got the order to leave it.
         """
         if group.generation > self._first:
-            is_recovery = self._hit or self._asked_to_reform != group.generation - 1
+            is_recovery = self._hit or not is_asked
             if is_recovery and not self._has_told:
                 why = f": {self._why.rstrip('.')}" if self._why else ""
                 self.tell(f"the group of workers has ended{why}. Another one begins.")

@@ -119,6 +119,7 @@ class GroupPlanner:
         may_spawn: whether missing workers are started.
         wait_for_all: whether the next group waits for all workers, as the first one did.
         excluded: the nodes whose workers are in no group.
+        reform_requested: the last generation whose workers got the order to leave it.
     """
 
     nodes: dict[str, int]
@@ -131,11 +132,11 @@ class GroupPlanner:
     may_spawn: bool = True
     wait_for_all: bool = False
     excluded: frozenset[str] = frozenset()
+    reform_requested: int = -1
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)  # workers that ended normally
     _vacant: int = 0  # active workers of lost nodes, for spares to fill
     _next_worker: int = 0
-    _reform_requested: int = -1  # the generation whose members got the order to re-form
     _broken: int = -1  # the generation whose members know that it is broken
     _invalid_generation: int = -1  # the generation that is obsolete because its leader is gone
 
@@ -356,8 +357,8 @@ class GroupPlanner:
         vacancies = self.max_workers + self.spares - len(in_group)
         leaving = any(self._workers[w].retiring for w in in_group)
         changes = (joining and vacancies > 0) or leaving or self.wait_for_all
-        if self._reform_requested < self.group.generation and changes:
-            self._reform_requested = self.group.generation
+        if self.reform_requested < self.group.generation and changes:
+            self.reform_requested = self.group.generation
             actions.append(RequestReform(self.group))
 
     def _form(self, survivors: tuple[int, ...], actions: list[Action]) -> None:

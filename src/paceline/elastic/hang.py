@@ -279,13 +279,6 @@ _SLOW_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
-class AskWorkers:
-    """Request a :class:`~paceline.elastic.worker_channel.StallSnapshot` from these workers."""
-
-    workers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Hang:
     """The group hangs.
 
@@ -351,15 +344,15 @@ class HangDetector:
         if self._answers.keys() >= set(self._group.workers) - self._finished:
             self._due = time.monotonic()
 
-    def poll(self) -> AskWorkers | Hang | None:
-        """Return the next action, once the deadline is reached."""
+    def poll(self) -> Hang | tuple[int, ...]:
+        """Return a hang, or the workers from which snapshots are needed, once the deadline is reached."""
         now = time.monotonic()
         if self._group is None or now < self._due:
-            return None
+            return ()
         if self._answers is None:
             self._answers = {}
             self._due = now + _ANSWER_S
-            return AskWorkers(self._group.workers)
+            return self._group.workers
         workers, answers = self._group.workers, self._answers
         self._answers = None
         self._due = math.inf
@@ -371,7 +364,7 @@ class HangDetector:
         verdict = diagnose(reports, self._nodes)
         if not verdict.certain:
             self._record_slow(verdict, now)
-            return None
+            return ()
         self._group = None
         folder = self._directory.hangs / time.strftime(_FOLDER)
         self._do(partial(record_hang, self._directory, folder, verdict, reports))

@@ -29,7 +29,7 @@ from paceline.elastic.group_planner import (
     WorkerGroup,
     WorkerState,
 )
-from paceline.elastic.hang import AskWorkers, Hang, HangDetector
+from paceline.elastic.hang import Hang, HangDetector
 from paceline.elastic.node import Ended, NodeCommands, NodeWorkers, Order, Said
 from paceline.elastic.worker_channel import (
     Assignment,
@@ -50,76 +50,6 @@ if TYPE_CHECKING:
 Controller: TypeAlias = "SingleNodeLeader | AgentController"
 """What decides for an agent's workers, or obeys the decisions of another node's agent."""
 
-# --- The worker pool: orders to the workers of all nodes. No torch ---
-
-
-class WorkerPool:
-    """All workers of a job, on all nodes.
-
-    Args:
-        planner: knows their nodes.
-
-    Attributes:
-        nodes: the nodes that have joined, by name.
-    """
-
-    def __init__(self, planner: GroupPlanner) -> None:
-        self._planner = planner
-        self.nodes: dict[str, NodeCommands] = {}
-
-    def send(self, workers: Iterable[int], order: Order) -> None:
-        """Send an order to workers that have not ended."""
-        for worker in workers:
-            if worker in self._planner.workers:
-                self._node_of(worker).send(worker, order)
-
-    def assign(self, group: WorkerGroup, address: str, port: int) -> None:
-        """Tell the members of a group to form it.
-
-        Args:
-            address: of its store.
-            port: of its store.
-        """
-        nodes = self.nodes_of(group)
-        workers_on: Counter[str] = Counter(nodes)
-        assigned_on: Counter[str] = Counter()
-        for rank, (worker, node) in enumerate(zip(group.workers, nodes, strict=True)):
-            assignment = Assignment(
-                generation=group.generation,
-                rank=rank,
-                world_size=len(group.workers),
-                local_rank=assigned_on[node],
-                local_world_size=workers_on[node],
-                active=group.active,
-                address=address,
-                port=port,
-            )
-            assigned_on[node] += 1
-            self.nodes[node].send(worker, assignment)
-
-    def nodes_of(self, group: WorkerGroup) -> list[str]:
-        """Return the nodes of a group's members, by rank."""
-        return [self._planner.node(worker) for worker in group.workers]
-
-    def kill(self, workers: Iterable[int], why: str) -> None:
-        """Fence workers that have not ended."""
-        for worker in workers:
-            if worker in self._planner.workers:
-                self._node_of(worker).kill(worker, why)
-
-    def stop(self, number: int) -> None:
-        """Signal all workers, including those not forked yet."""
-        for node in self.nodes.values():
-            node.stop(number)
-
-    def kill_all(self, why: str) -> None:
-        for node in self.nodes.values():
-            node.kill_all(why)
-
-    def _node_of(self, worker: int) -> NodeCommands:
-        return self.nodes[self._planner.node(worker)]
-
-
 # --- Early shutdown. No torch ---
 
 
@@ -127,6 +57,7 @@ class Shutdown:
     """The shutdown of a job, by request or after a failure.
 
     Args:
+        nodes: the nodes that have joined, by name; the leader adds and removes some.
         planner: starts no workers from then on.
 
     Attributes:
@@ -135,9 +66,9 @@ class Shutdown:
         deadline: when :meth:`expire` is due, by the monotonic clock.
     """
 
-    def __init__(self, spec: LaunchSpec, pool: WorkerPool, planner: GroupPlanner) -> None:
+    def __init__(self, spec: LaunchSpec, nodes: Mapping[str, NodeCommands], planner: GroupPlanner) -> None:
         self._spec = spec
-        self._pool = pool
+        self._nodes = nodes
         self._planner = planner
         # Ctrl-C may reach the agents of all nodes.
         self._requests = StopRequests(ECHO_S if spec.nodes[1] > 1 else 0.0)
@@ -190,13 +121,15 @@ class Shutdown:
         """Kill all workers, and start no more."""
         self.begun = True
         self._planner.stop_spawning()
-        self._pool.kill_all("was ordered to end")
+        for node in self._nodes.values():
+            node.kill_all("was ordered to end")
 
     def _stop(self, number: int) -> None:
         """Tell all workers to finish their step, save, and end; start no more."""
         self.begun = True
         self._planner.stop_spawning()
-        self._pool.stop(number)
+        for node in self._nodes.values():
+            node.stop(number)
 
 
 # --- The leading agent ---
@@ -234,8 +167,8 @@ class JobLeader:
         self._directory = directory
         self._here = here
         self._address = address
-        self._pool = WorkerPool(planner)
-        self.shutdown = Shutdown(spec, self._pool, planner)
+        self._nodes: dict[str, NodeCommands] = {}  # those that have joined, by name
+        self.shutdown = Shutdown(spec, self._nodes, planner)
         has_begun = planner.group is not None
         self.recovery_log = RecoveryLog(directory, first=-1 if has_begun else planner.generation + 1)
         self.planner = planner
@@ -244,7 +177,7 @@ class JobLeader:
         )
         self.beats: dict[int, WorkerHeartbeat] = {}
         self._hangs = HangDetector(directory, here.files.do)
-        self._restart = RestartAllPolicy(self._pool.kill)
+        self._restart = RestartAllPolicy(self._kill)
         self._knows_microbatches = False  # whether the run is created
         self._awaits_root_cause = False  # the job ends, and the root cause has not been reported yet
 
@@ -252,7 +185,7 @@ class JobLeader:
 
     def node_joins(self, name: str, node: NodeCommands, nproc: int, workers: Mapping[int, WorkerState]) -> None:
         """Add a node, with its workers."""
-        self._pool.nodes[name] = node
+        self._nodes[name] = node
         self.learn_microbatches()
         if self.shutdown.begun:
             node.stop(signal.SIGTERM)
@@ -297,19 +230,19 @@ class JobLeader:
         """Kill overdue workers, and those that block the others."""
         self.shutdown.expire(now)
         match self._hangs.poll():
-            case AskWorkers(workers):
-                self._pool.send(workers, ReportRequest())
             case Hang() as hang:
                 self._on_hang(hang)
+            case suspects:
+                self._send(suspects, ReportRequest())
 
     def _on_hang(self, hang: Hang) -> None:
         if not hang.root_causes:
-            self.failure_policy.end_job(hang.sentence)  # it would hang again
+            self.failure_policy.reason = hang.sentence  # it would hang again
             self.shutdown.kill_all()
             return
         print_status(hang.sentence)
         for worker, why in hang.root_causes.items():
-            self._pool.kill((worker,), why)
+            self._kill((worker,), why)
 
     def conclude(self) -> int:
         """Print one message if the job failed; return its exit code."""
@@ -344,7 +277,7 @@ class JobLeader:
 
     def _has_lost_a_peer(self, worker: int) -> bool:
         """Return whether a worker has left the current group without a request."""
-        without_request = not self.recovery_log.was_asked_to_reform(self.planner.generation)
+        without_request = self.planner.reform_requested != self.planner.generation
         return self.planner.may_spawn and worker in self.planner.group_workers() and without_request
 
     def ended(self, end: Ended) -> None:
@@ -442,22 +375,38 @@ class JobLeader:
         self._do(self.planner.gather())
         self.form_group()
 
+    # Orders to the workers.
+
+    def _nodes_of(self, group: WorkerGroup) -> list[str]:
+        """Return the nodes of a group's workers, by rank."""
+        return [self.planner.node(worker) for worker in group.workers]
+
+    def _send(self, workers: Iterable[int], order: Order) -> None:
+        for worker in self._living(workers):
+            self._nodes[self.planner.node(worker)].send(worker, order)
+
+    def _kill(self, workers: Iterable[int], why: str) -> None:
+        for worker in self._living(workers):
+            self._nodes[self.planner.node(worker)].kill(worker, why)
+
+    def _living(self, workers: Iterable[int]) -> list[int]:
+        return [worker for worker in workers if worker in self.planner.workers]
+
     # Actions of the planner.
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
                 case Start(worker, node, local_index):
-                    self._pool.nodes[node].start(worker, local_index)
+                    self._nodes[node].start(worker, local_index)
                 case FormGroup(group):
                     self._form(group)
                 case RequestReform(group):
-                    self.recovery_log.asked_to_reform(group.generation)
-                    self._pool.send(group.workers, ReformRequest(group.generation))
+                    self._send(group.workers, ReformRequest(group.generation))
                 case BreakGroup(generation, workers):
                     self._break(generation, workers)
                 case StopWorker(worker):
-                    self._pool.send((worker,), ExitRequest())
+                    self._send((worker,), ExitRequest())
 
     def _break(self, generation: int, workers: tuple[int, ...]) -> None:
         self.recovery_log.lost()
@@ -465,19 +414,33 @@ class JobLeader:
         # Closing the store frees members that wait in it for a lost one.
         self._here.close_store(generation)
         if self._spec.recovery.recover == "inplace":
-            self._pool.send(workers, GroupBroken(generation))
+            self._send(workers, GroupBroken(generation))
         elif not self._awaits_root_cause:
             self._restart.end(generation, workers)
 
     def _form(self, group: WorkerGroup) -> None:
-        nodes = self._pool.nodes_of(group)
+        nodes = self._nodes_of(group)
         local_indices = [self.planner.local_index(worker) for worker in group.workers]
         step = max(self._step_of(worker) for worker in group.workers)
         self._here.close_store(group.generation - 1)
-        self.recovery_log.formed(group, local_indices, nodes, step)
+        is_asked = self.planner.reform_requested == group.generation - 1
+        self.recovery_log.formed(group, local_indices, nodes, step, is_asked=is_asked)
         self._hangs.forms(group, nodes)
         port = self._here.open_store(group.generation, self._address)
-        self._pool.assign(group, self._address, port)
+        workers_on, assigned_on = Counter(nodes), Counter[str]()
+        for rank, (worker, node) in enumerate(zip(group.workers, nodes, strict=True)):
+            assignment = Assignment(
+                generation=group.generation,
+                rank=rank,
+                world_size=len(group.workers),
+                local_rank=assigned_on[node],
+                local_world_size=workers_on[node],
+                active=group.active,
+                address=self._address,
+                port=port,
+            )
+            assigned_on[node] += 1
+            self._nodes[node].send(worker, assignment)
 
 
 def make_planner(spec: LaunchSpec, generation: int, workers: Iterable[tuple[int, WorkerState]] = ()) -> GroupPlanner:
@@ -563,7 +526,7 @@ class MultiNodeLeader(JobLeader):
 
     def node_lost(self, name: str, why: str) -> None:
         """Remove a node and all its workers."""
-        if name not in self._pool.nodes:
+        if name not in self._nodes:
             return
         self.recovery_log.hit()
         self.recovery_log.lost()
@@ -573,7 +536,7 @@ class MultiNodeLeader(JobLeader):
             response = _RESTART if restarts else "The other nodes continue."
             self.recovery_log.tell(f"node {name} is lost: {why}. {response}")
         actions = self.planner.node_lost(name)
-        del self._pool.nodes[name]
+        del self._nodes[name]
         self._do(actions)
 
     def exclude(self, nodes: frozenset[str]) -> None:
@@ -589,7 +552,7 @@ class MultiNodeLeader(JobLeader):
             super().form_group()
 
     def _form(self, group: WorkerGroup) -> None:
-        nodes = frozenset(self._pool.nodes_of(group))
+        nodes = frozenset(self._nodes_of(group))
         self._agents.formed(nodes)
         self._took_part |= nodes
         super()._form(group)
@@ -603,6 +566,6 @@ class MultiNodeLeader(JobLeader):
 
     def _is_of_newcomer(self, worker: int) -> bool:
         """Return whether a worker's node has never taken part, while others have."""
-        participating = self._took_part & self._pool.nodes.keys()
+        participating = self._took_part & self._nodes.keys()
         is_known = worker in self.planner.workers
         return is_known and bool(participating) and self.planner.node(worker) not in participating

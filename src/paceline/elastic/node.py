@@ -250,10 +250,6 @@ class WorkerProcess:
         self.generation = max(self.generation, generation)
         self._leave_by = time.monotonic() + _LEAVE_S
 
-    def retire(self) -> None:
-        """Record that it got the order to end."""
-        self.retired = True
-
     def kill(self, why: str) -> None:
         """Kill the process, if it runs."""
         self.killed = self.killed or why
@@ -532,7 +528,7 @@ class NodeWorkers:
             case GroupBroken(generation):
                 worker.group_is_broken(generation)
             case ExitRequest():
-                worker.retire()
+                worker.retired = True
         worker.channel.send(order)
 
     def kill(self, number: int, why: str) -> None:

@@ -36,7 +36,6 @@ from paceline.core.errors import (
 )
 from paceline.core.files import DISK_ERRORS, FULL, open_regular, parse_json, read_document, write_atomically
 from paceline.core.ownership import SHARED_MEMORY
-from paceline.core.parent_death import die_with_parent as die_with_parent
 from paceline.core.plugins import own_folders
 from paceline.runs.directory import RunDirectory
 

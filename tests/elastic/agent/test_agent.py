@@ -297,9 +297,7 @@ def test_a_restart_is_counted_though_a_peer_notices_the_fault_first(job: Job, al
     assert re.search(rf"still at step \d+ after {allowed} replacements", done.stderr)
     assert "\npaceline: rank 1 failed first: ValueError: a bug" in f"\n{done.stderr}"
     # A restart is told once, however many processes end, and where no root cause is known.
-    assert (
-        len(re.findall(r"All restart from|the group of workers has ended: test\. Another", done.stderr)) == allowed
-    )
+    assert len(re.findall(r"All restart from|the group of workers has ended: test\. Another", done.stderr)) == allowed
 
 
 def test_a_restart_keeps_more_workers_than_micro_batches(job: Job) -> None:

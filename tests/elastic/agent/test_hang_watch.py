@@ -10,7 +10,7 @@ import pytest
 
 from paceline.elastic import hang as hang_watch
 from paceline.elastic.group_planner import WorkerGroup
-from paceline.elastic.hang import AskWorkers, Hang, HangDetector
+from paceline.elastic.hang import Hang, HangDetector
 from paceline.elastic.worker_channel import StallSnapshot
 from paceline.runs.directory import RunDirectory
 
@@ -55,17 +55,17 @@ def test_nobody_is_asked_while_nobody_is_overdue(watch: HangDetector) -> None:
     watch.beats(7, overdue=False)
     watch.beats(5, overdue=True)  # no member
     assert watch.deadline == math.inf
-    assert watch.poll() is None
+    assert watch.poll() == ()
 
 
 def test_who_holds_the_others_up_is_to_be_killed(watch: HangDetector, tmp_path: Path) -> None:
     watch.beats(9, overdue=True)
     assert watch.deadline == 100.0
-    assert watch.poll() == AskWorkers((7, 9))
-    assert watch.poll() is None
+    assert watch.poll() == (7, 9)
+    assert watch.poll() == ()
     watch.answers(7, standing(0, inside=False))
     watch.answers(9, standing(1, inside=True, generation=3))  # of an earlier group
-    assert watch.poll() is None
+    assert watch.poll() == ()
     watch.answers(9, standing(1, inside=True))
     hang = watch.poll()
     reason = "has not entered all-reduce 3 of step 9: it is in `f` (a.py:1)"
@@ -83,7 +83,7 @@ def test_who_holds_the_others_up_is_to_be_killed(watch: HangDetector, tmp_path: 
     assert (folder / "rank-0.txt").read_text().endswith("the stacks")
     # It is said once, however long the worker takes to end.
     watch.beats(9, overdue=True)
-    assert watch.poll() is None
+    assert watch.poll() == ()
 
 
 def test_who_does_not_answer_is_to_be_killed(watch: HangDetector, now: list[float]) -> None:
@@ -91,7 +91,7 @@ def test_who_does_not_answer_is_to_be_killed(watch: HangDetector, now: list[floa
     watch.poll()
     watch.answers(7, standing(0, inside=True))
     now[0] += 4.9
-    assert watch.poll() is None
+    assert watch.poll() == ()
     now[0] += 0.2
     hang = watch.poll()
     assert isinstance(hang, Hang)
@@ -105,10 +105,10 @@ def test_who_moves_is_slow_and_that_is_said_once_in_a_while(
         watch.beats(9, overdue=True)
         assert watch.deadline <= now[0] + 2
         now[0] = watch.deadline
-        assert watch.poll() == AskWorkers((7, 9))
+        assert watch.poll() == (7, 9)
         watch.answers(7, standing(0, inside=False, still_s=0.1))
         watch.answers(9, standing(1, inside=True))
-        assert watch.poll() is None
+        assert watch.poll() == ()
     assert [(event["event"], event["ranks"]) for event in events(tmp_path)] == [("slow", [0])]
 
 
@@ -129,4 +129,4 @@ def test_a_group_that_breaks_is_judged_no_more(watch: HangDetector) -> None:
     watch.forget()
     watch.answers(9, standing(1, inside=True))
     assert watch.deadline == math.inf
-    assert watch.poll() is None
+    assert watch.poll() == ()
