@@ -325,6 +325,7 @@ class RecoveryLog:
         self._why = ""  # the reason from the first member that left the current group
         self._joined: set[int] = set()  # members of the current group that have its state
         self._has_told = False  # whether the user knows of a loss, and not yet that all is as before
+        self._secondary = ""  # a loss to tell if no root cause is reported
 
     def record(self, kind: str, **fields: object) -> None:
         self._directory.queue_event(kind, **fields)
@@ -338,10 +339,15 @@ class RecoveryLog:
         """Record the loss of a worker or node."""
         self._hit = True
 
-    def tell(self, loss: str) -> None:
-        """Tell the user of a loss, and later how training continues."""
-        print_status(loss)
-        self._has_told = True
+    def tell(self, loss: str, *, is_root_cause: bool = True) -> None:
+        """Tell the user of a loss, and later how training continues.
+
+        A secondary loss is told when the next group forms, if no root cause was reported until then.
+        """
+        self._secondary = "" if is_root_cause else loss
+        if is_root_cause:
+            print_status(loss)
+            self._has_told = True
 
     def left(self, why: str) -> None:
         """Record that a worker has left its group, and why."""
@@ -358,10 +364,8 @@ class RecoveryLog:
             is_asked: whether the members of the last group got the order to leave it.
         """
         if group.generation > self._first:
-            is_recovery = self._hit or not is_asked
-            if is_recovery and not self._has_told:
-                why = f": {self._why.rstrip('.')}" if self._why else ""
-                self.tell(f"the group of workers has ended{why}. Another one begins.")
+            if self._secondary:
+                self.tell(self._secondary)
             self.record(
                 "group",
                 generation=group.generation,
@@ -370,7 +374,7 @@ class RecoveryLog:
                 computing=group.active,
                 nodes=len(set(nodes)),
                 why=self._why,
-                recovery=is_recovery,
+                recovery=self._hit or not is_asked,
                 step=step,
                 seconds=self._since_loss(),
             )

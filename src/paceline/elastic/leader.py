@@ -326,8 +326,8 @@ class JobLeader:
             self._awaits_root_cause = shared
             if not self.shutdown.begun:
                 self.shutdown.within_grace()
-        elif may_spawn and not shared and not end.retired:
-            self.recovery_log.tell(self._describe_loss(end))
+        elif may_spawn and not end.retired and end.worker in self.planner.workers:  # else its node was lost before
+            self.recovery_log.tell(self._describe_loss(end), is_root_cause=not shared)
 
     def _describe_loss(self, end: Ended) -> str:
         """Describe a fault, and what follows from it, for the user."""
@@ -517,6 +517,8 @@ class MultiNodeLeader(JobLeader):
         super().__init__(spec, directory, planner, here, address)
         self._agents = agents
         self._took_part: set[str] = set()  # nodes whose workers were in a group
+        if planner.group is not None:
+            self.recovery_log.tell("the node that led the run does not answer. This one leads it from now on.")
 
     def node_joins(self, name: str, node: NodeCommands, nproc: int, workers: Mapping[int, WorkerState]) -> None:
         """Add a node, with its workers."""
@@ -534,7 +536,7 @@ class MultiNodeLeader(JobLeader):
         if name in self.planner.nodes_acting:
             restarts = self._spec.recovery.recover == "restart"
             response = _RESTART if restarts else "The other nodes continue."
-            self.recovery_log.tell(f"node {name} is lost: {why}. {response}")
+            self.recovery_log.tell(f"node {name} is lost: {why.rstrip('.')}. {response}")
         actions = self.planner.node_lost(name)
         del self._nodes[name]
         self._do(actions)

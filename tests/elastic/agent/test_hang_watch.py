@@ -15,7 +15,7 @@ from paceline.elastic.worker_channel import StallSnapshot
 from paceline.runs.directory import RunDirectory
 
 
-def standing(rank: int, *, inside: bool, generation: int = 4, still_s: float = 31.0) -> StallSnapshot:
+def snapshot(rank: int, *, inside: bool, generation: int = 4, still_s: float = 31.0) -> StallSnapshot:
     return StallSnapshot(
         generation=generation,
         rank=rank,
@@ -63,10 +63,10 @@ def test_who_holds_the_others_up_is_to_be_killed(watch: HangDetector, tmp_path: 
     assert watch.deadline == 100.0
     assert watch.poll() == (7, 9)
     assert watch.poll() == ()
-    watch.answers(7, standing(0, inside=False))
-    watch.answers(9, standing(1, inside=True, generation=3))  # of an earlier group
+    watch.answers(7, snapshot(0, inside=False))
+    watch.answers(9, snapshot(1, inside=True, generation=3))  # of an earlier group
     assert watch.poll() == ()
-    watch.answers(9, standing(1, inside=True))
+    watch.answers(9, snapshot(1, inside=True))
     hang = watch.poll()
     reason = "has not entered all-reduce 3 of step 9: it is in `f` (a.py:1)"
     (event,) = events(tmp_path)
@@ -89,7 +89,7 @@ def test_who_holds_the_others_up_is_to_be_killed(watch: HangDetector, tmp_path: 
 def test_who_does_not_answer_is_to_be_killed(watch: HangDetector, now: list[float]) -> None:
     watch.beats(7, overdue=True)
     watch.poll()
-    watch.answers(7, standing(0, inside=True))
+    watch.answers(7, snapshot(0, inside=True))
     now[0] += 4.9
     assert watch.poll() == ()
     now[0] += 0.2
@@ -106,8 +106,8 @@ def test_who_moves_is_slow_and_that_is_said_once_in_a_while(
         assert watch.deadline <= now[0] + 2
         now[0] = watch.deadline
         assert watch.poll() == (7, 9)
-        watch.answers(7, standing(0, inside=False, still_s=0.1))
-        watch.answers(9, standing(1, inside=True))
+        watch.answers(7, snapshot(0, inside=False, still_s=0.1))
+        watch.answers(9, snapshot(1, inside=True))
         assert watch.poll() == ()
     assert [(event["event"], event["ranks"]) for event in events(tmp_path)] == [("slow", [0])]
 
@@ -116,7 +116,7 @@ def test_who_has_finished_is_not_waited_for(watch: HangDetector) -> None:
     watch.finishes(7)
     watch.beats(9, overdue=True)
     watch.poll()
-    watch.answers(9, standing(1, inside=True))
+    watch.answers(9, snapshot(1, inside=True))
     hang = watch.poll()
     assert isinstance(hang, Hang)
     assert hang.root_causes == {}
@@ -127,6 +127,6 @@ def test_a_group_that_breaks_is_judged_no_more(watch: HangDetector) -> None:
     watch.beats(9, overdue=True)
     watch.poll()
     watch.forget()
-    watch.answers(9, standing(1, inside=True))
+    watch.answers(9, snapshot(1, inside=True))
     assert watch.deadline == math.inf
     assert watch.poll() == ()

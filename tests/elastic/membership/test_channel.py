@@ -23,7 +23,7 @@ from paceline.elastic.worker_channel import (
     channel_pair,
 )
 
-STANDING = StallSnapshot(
+SNAPSHOT = StallSnapshot(
     generation=1,
     rank=2,
     step=3,
@@ -57,7 +57,7 @@ def pair() -> Iterator[tuple[WorkerChannel, WorkerChannel]]:
         end.close()
 
 
-@pytest.mark.parametrize("message", [*MESSAGES, STANDING], ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("message", [*MESSAGES, SNAPSHOT], ids=lambda message: type(message).__name__)
 def test_a_message_arrives_as_it_was_sent(pair: tuple[WorkerChannel, WorkerChannel], message: Message) -> None:
     assert pair[0].send(message)
     assert pair[1].receive() == message
