@@ -158,7 +158,7 @@ class FailurePolicy:
 
     Attributes:
         recoveries: workers lost so far.
-        reason: why the job ends, if no worker's exit tells it; else "".
+        reason: why the job ends; "" if it does not.
     """
 
     def __init__(self, directory: RunDirectory, budget: RestartBudget) -> None:
@@ -342,7 +342,7 @@ class RecoveryLog:
     def tell(self, loss: str, *, is_root_cause: bool = True) -> None:
         """Tell the user of a loss, and later how training continues.
 
-        A secondary loss is told when the next group forms, if no root cause was reported until then.
+        It prints a secondary loss when the next group forms, if no root cause was reported until then.
         """
         self._secondary = "" if is_root_cause else loss
         if is_root_cause:
