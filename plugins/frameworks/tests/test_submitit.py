@@ -108,7 +108,7 @@ def test_a_task_of_slurms_for_each_rank() -> None:
 @pytest.mark.parametrize(
     ("fields", "options", "message"),
     [
-        ({"nodes": (1, 2)}, {}, "--nodes is 1:2"),
+        ({"nodes": (1, 2)}, {}, "--nodes 1:2: --on submitit needs one number"),
         ({"nodes": (2, 2)}, {"executor": "local"}, "--nodes is 2"),
         ({"nodes": (2, 2), "nproc": (1, 2), "rank_launcher": "srun"}, {}, "--nproc is a list"),
         ({"rank_launcher": "srun"}, {"executor": "local"}, "--rank-launcher srun needs Slurm"),
