@@ -250,6 +250,8 @@ def test_a_bad_sample(paceline: Paceline, tmp_path: Path, fault: str, part: str,
     assert_refused(said, part, "log: run/logs/rank-0.log")
     assert len(said.err.splitlines()) == 2
     assert "Traceback" in (tmp_path / "run/logs/rank-0.log").read_text()
+    steps = audit(RunDirectory(tmp_path / "run")).steps
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == [f"step-{steps:08}-v{steps:08}"]
 
 
 @pytest.mark.integration
@@ -265,7 +267,7 @@ def test_a_loss_that_is_nan_stops_the_run_which_can_continue(paceline: Paceline,
     assert "paceline resume run" in said.err
     events = RunDirectory(tmp_path / "run").read_events()
     assert events[-1]["event"] == "failed"
-    assert (tmp_path / "run/checkpoints/step-00000010-v00000011").is_dir()
+    assert (tmp_path / "run/checkpoints/step-00000011-v00000012").is_dir()  # not the epoch's alone
     (tmp_path / "mended").touch()
     assert train(paceline, "--set", "fault=nan", run="other").code == 0
     assert paceline("resume", "run", "--quiet").code == 0

@@ -161,8 +161,9 @@ def train_in_group(
     with note_progress(world.progress_tracker):
         group = enter_group(trainer, world, notes)
         joined()
-        for step in trainer.steps(group):  # evaluations, commits, saves and stops are in here
-            step.compute()
+        with trainer.saving_before_errors(group):
+            for step in trainer.steps(group):  # evaluations, commits, saves and stops are in here
+                step.compute()
         return conclude_run(trainer, group, started) if trainer.finished else None
 
 

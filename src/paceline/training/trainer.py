@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import Any, NoReturn, Self
 
 import torch
 
-from paceline.core.errors import CheckpointError, ConfigError, PeerLostError, StopRequested
+from paceline.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NonFiniteLossError,
+    PacelineError,
+    PeerLostError,
+    StopRequested,
+    TaskError,
+)
 from paceline.data.stream import StreamLoader
 from paceline.elastic.worker_channel import AgentClient
 from paceline.parallel.strategy_selection import strategy_name
@@ -276,11 +285,6 @@ class Trainer:
         except EvaluationStopped as stopped:
             # It changed nothing, and the resumed run repeats it.
             self._save_and_stop(group, stopped.cause)
-        except PeerLostError:
-            raise
-        except Exception:
-            self._save_alone(group)
-            raise
         with self.states.mutating():
             seed_transition(self.run.config.training.seed, self.state.progress.version + 1)
             improved = self.validation.apply(metrics, self.state, group.monitor)
@@ -304,14 +308,23 @@ class Trainer:
         group.monitor.timer.mark("checkpoint")
         group.world.progress_tracker.end()
 
-    def _save_alone(self, group: GroupContext) -> None:
-        """Save the steps before an evaluation that failed on this rank, if it is rank 0 and holds the whole state."""
-        config, world = self.run.config, group.world
-        is_whole = strategy_name(config, world.world_size) in ("single", "ddp") and not config.changes.own_state
-        if world.rank or not is_whole or isinstance(self.states.loader, StreamLoader):
-            return
-        with suppress(CheckpointError):
-            group.checkpoint_manager.save(self.state.state_dict(), self.state.progress, last=True)
+    @contextmanager
+    def saving_before_errors(self, group: GroupContext) -> Iterator[None]:
+        """Save the steps before an error of the task or its data, if this is rank 0 and holds the whole state."""
+        try:
+            yield
+        except Exception as error:
+            config, world = self.run.config, group.world
+            is_whole = strategy_name(config, world.world_size) in ("single", "ddp") and not config.changes.own_state
+            is_theirs = isinstance(error, TaskError | DataError | NonFiniteLossError)
+            if (
+                (is_theirs or not isinstance(error, PacelineError))
+                and (is_whole and world.rank == 0 and self.states.valid)
+                and not isinstance(self.states.loader, StreamLoader)  # whose positions the other ranks have
+            ):
+                with suppress(CheckpointError):
+                    group.checkpoint_manager.save(self.state.state_to_save(), self.state.progress, last=True)
+            raise
 
     def _save_and_stop(self, group: GroupContext, cause: StopCause) -> NoReturn:
         # If a rank is lost now, those that continue without it still know that they must stop.
