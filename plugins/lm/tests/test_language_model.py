@@ -68,6 +68,10 @@ def test_a_budget_in_tokens_decides_the_steps(run_processes: Any, llama: Path, t
     assert "an epoch has 40 samples, 640 tokens; by tokens: *.bin 100.0% (2 times)" in said
     done = run_processes.paceline(*words, *rates, *options, "two", "--epochs", "2")
     assert "--tokens is the length of the run: leave --epochs out" in done.stderr
+    texts = write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
+    streamed = LanguageModel(model=str(llama), data=f"stream:{texts}", tokens=64, from_scratch=True)
+    with pytest.raises(paceline.TaskError, match=r"--tokens is the length of the run: leave --epochs out"):
+        paceline.fit(streamed, epochs=2, run_dir=tmp_path / "stream", num_workers=0, threads=1)
     with pytest.raises(paceline.TaskError, match=r"--tokens 20X: give a number of tokens, such as 500M or 20B"):
         LanguageModel(model=str(llama), tokens="20X")
 

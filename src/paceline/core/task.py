@@ -241,7 +241,7 @@ class RunSchedule:
     Attributes:
         total_steps: of the whole run; None for a stream trained by epochs.
         steps_per_epoch: None for streams.
-        epochs: of the whole run, of which the last may be cut short; None for streams.
+        epochs: of the whole run, of which the last may be cut short; None for a stream that ends by steps.
         eval_every: steps or epochs between two evaluations.
     """
 

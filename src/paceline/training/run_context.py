@@ -148,7 +148,7 @@ def set_up_data(config: ResolvedConfig, task: Task, manifest: Mapping[str, Any] 
             )
         steps, samples = config.training.max_steps, getattr(train, "run_samples", None)
         if steps is None and samples is not None:
-            steps = -(-samples * (config.training.epochs or 1) // config.global_batch_size)
+            steps = -(-samples // config.global_batch_size)
         return DataSetup(train, stream, None, None, val, steps)
     if not callable(getattr(train, "__len__", None)):
         raise DataError(
@@ -282,7 +282,7 @@ class RunContext:
         return RunSchedule(
             total_steps=data.total_steps,
             steps_per_epoch=data.steps_per_epoch,
-            epochs=None if data.epochs is None else data.epochs.number(data.total_steps),
+            epochs=self.config.training.epochs if data.epochs is None else data.epochs.number(data.total_steps),
             eval_every=self.config.evaluation.eval_every,
         )
 

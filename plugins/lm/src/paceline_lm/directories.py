@@ -69,7 +69,11 @@ Raises:
 
 
 def export_directory(
-    kind: str, write: Write, request: ExportRequest, output: Path | None, on_stage: Callable[[str], None]
+    kind: str,
+    write: Write,
+    request: ExportRequest,
+    output: Path | None = None,
+    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> ExportedDirectory:
     """Write a run's model as another library's directory, compare it as loaded from there, and give it its name.
 
@@ -132,42 +136,23 @@ def _open(directory: RunDirectory, request: ExportRequest) -> Iterator[ModelToWr
             trained = stack.enter_context(
                 load_trained_model(directory, request.checkpoint, device="cpu", task=request.task)
             )
+            module, task, config, path = trained.module, trained.run.task, trained.run.config, trained.path
             split, batch = _example(trained)
         except (DataError, TaskError, OSError):
             manifest = directory.read_complete_manifest()
-            spec = request.task or recorded_spec(manifest["task"])
-            task = TaskReference(spec, manifest["task"]["fields"]).load()
+            task = TaskReference(request.task or recorded_spec(manifest["task"]), manifest["task"]["fields"]).load()
             module = load_model(directory, request.checkpoint)
             if not isinstance(task, TransformersTask):
                 raise
-            yield ModelToWrite(
-                module=module,
-                task=task,
-                config=config_from_mapping(manifest["config"], str(directory.manifest)),
-                directory=directory,
-                path=select_checkpoint(directory.checkpoints, request.checkpoint),
-                split="made-up inputs, without the run's data",
-                batch=_made_up_batch(module),
-            )
-            return
-        run = trained.run
+            assert isinstance(module, PreTrainedModel)
+            config = config_from_mapping(manifest["config"], str(directory.manifest))
+            path = select_checkpoint(directory.checkpoints, request.checkpoint)
+            split, vocabulary = "made-up inputs, without the run's data", module.get_input_embeddings().num_embeddings
+            tokens = torch.randint(vocabulary, (_SAMPLES, 16), generator=torch.Generator().manual_seed(0))
+            batch = {"input_ids": tokens, "labels": tokens}  # an encoder-decoder makes its input of the labels
         yield ModelToWrite(
-            module=trained.module,
-            task=run.task,
-            config=run.config,
-            directory=directory,
-            path=trained.path,
-            split=split,
-            batch=batch,
+            module=module, task=task, config=config, directory=directory, path=path, split=split, batch=batch
         )
-
-
-def _made_up_batch(model: nn.Module) -> dict[str, Tensor]:
-    """Return tokens that are drawn; an encoder-decoder makes its input of the labels."""
-    assert isinstance(model, PreTrainedModel)
-    vocabulary = model.get_input_embeddings().num_embeddings
-    tokens = torch.randint(vocabulary, (_SAMPLES, 16), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": tokens, "labels": tokens}
 
 
 def _example(trained: LoadedModel) -> tuple[str, Any]:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from paceline import log_text
 from paceline.core.errors import TaskError
-from paceline_lm.transformers import call_in_evaluation
+from paceline.core.task import Task
+from paceline_lm.transformers import call_in_evaluation, inside_of
 
 _MOST_TOKENS = 64
 
@@ -31,29 +32,26 @@ def read_prompts(file: Path) -> list[str]:
     return prompts
 
 
-def log_samples(
-    model: nn.Module, inside: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]
-) -> None:
+def log_samples(task: Task, model: nn.Module, *, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> None:
     """Log the most probable continuation of each prompt; all ranks call this together, and none draws a random number.
 
     Args:
-        model: to call, a wrapper around ``inside``.
+        model: to call, perhaps a wrapper around that of ``transformers``.
         prompts: messages of a user if the tokenizer has a chat template.
     """
-    log_text("samples", "\n\n".join(f"{prompt} -> {_complete(model, inside, tokenizer, prompt)}" for prompt in prompts))
-
-
-def _complete(model: nn.Module, inside: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-    text = prompt
-    if tokenizer.chat_template:
-        message = [{"role": "user", "content": prompt}]
-        text = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
-    begin = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
-    words = torch.tensor([begin], device=inside.device)
-    positions = getattr(inside.config, "max_position_embeddings", None) or words.shape[1] + _MOST_TOKENS
-    for _ in range(_MOST_TOKENS):
-        logits = call_in_evaluation(model, input_ids=words[:, -positions:], use_cache=False)
-        words = torch.cat([words, logits[:, -1:].argmax(-1)], dim=1)
-        if words[0, -1] == tokenizer.eos_token_id:
-            break
-    return str(tokenizer.decode(words[0, len(begin) :], skip_special_tokens=True))
+    inside, texts = inside_of(task, model), []
+    for prompt in prompts:
+        text = prompt
+        if tokenizer.chat_template:
+            message = [{"role": "user", "content": prompt}]
+            text = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+        begin = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+        words = torch.tensor([begin], device=inside.device)
+        positions = getattr(inside.config, "max_position_embeddings", None) or words.shape[1] + _MOST_TOKENS
+        for _ in range(_MOST_TOKENS):
+            logits = call_in_evaluation(model, input_ids=words[:, -positions:], use_cache=False)
+            words = torch.cat([words, logits[:, -1:].argmax(-1)], dim=1)
+            if words[0, -1] == tokenizer.eos_token_id:
+                break
+        texts.append(f"{prompt} -> {tokenizer.decode(words[0, len(begin) :], skip_special_tokens=True)}")
+    log_text("samples", "\n\n".join(texts))

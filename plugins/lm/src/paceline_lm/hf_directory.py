@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import transformers
@@ -13,7 +14,6 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.utils import logging
 
 from paceline.core.errors import ExportError
-from paceline.export.export import ExportedDirectory, ExportRequest
 from paceline.export.formats import Quantization
 from paceline_lm.directories import ModelToWrite, export_directory
 from paceline_lm.transformers import TransformersTask
@@ -69,8 +69,4 @@ def write_hf(trained: ModelToWrite, directory: Path, quantization: Quantization 
     return loaded if quantization is None else loaded.float()
 
 
-def export_hf(
-    request: ExportRequest, output: Path | None = None, on_stage: Callable[[str], None] = lambda stage: None
-) -> ExportedDirectory:
-    """Export a run's model; see :func:`paceline_lm.directories.export_directory`."""
-    return export_directory("hf", write_hf, request, output, on_stage)
+export_hf = partial(export_directory, "hf", write_hf)

@@ -40,7 +40,7 @@ from paceline_lm.eval_samples import log_samples, read_prompts
 from paceline_lm.mixture import StreamMixture
 from paceline_lm.sources import parse_sources, parse_tokens
 from paceline_lm.throughput import Rates, TokenCount, count_flops
-from paceline_lm.transformers import Collator, TransformersTask, inside_of
+from paceline_lm.transformers import Collator, Perplexity, TransformersTask, inside_of
 
 _log = logging.getLogger(__name__)
 
@@ -216,21 +216,19 @@ class LanguageModel(TransformersTask):
         if not self._has_end and schedule.total_steps is None:
             raise TaskError("a mixture of streams has no end: give --tokens or --max-steps.")
         shown = "\n".join(self._summary[split] for split in ("train", "val") if split in self._summary)
-        inner = super().build_callback(model, schedule)
-        rates = None
+        inside, rates = inside_of(self, model), None
         if self._mean_tokens is not None:
             length = self.pack or max(1, round(self._mean_tokens))
             # Counted once, and not for each group of ranks, which a lost one may wait for.
-            flops = cache(partial(count_flops, self.build_config(), length, inside_of(self, model)))
+            flops = cache(partial(count_flops, self.build_config(), length, inside))
             rates = Rates(self._mean_tokens, flops, self._counted)
         if not self.eval_samples:
-            return _Report(inner, shown, rates)
-        prompts, tokenizer = read_prompts(Path(self.eval_samples)), self.build_tokenizer()
-
-        def log(module: nn.Module) -> None:
-            log_samples(module, inside_of(self, module), tokenizer, prompts)
-
-        return _ReportWithSamples(inner, shown, rates, log, model)
+            return _Report(inside, shown, rates)
+        report = _ReportWithSamples(inside, shown, rates)
+        report.log_samples = partial(
+            log_samples, self, tokenizer=self.build_tokenizer(), prompts=read_prompts(Path(self.eval_samples))
+        )
+        return report
 
     def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Loss:
         if torch.is_grad_enabled():
@@ -291,17 +289,15 @@ _NEEDS_CODE = (
 )
 
 
-class _Report(Callback):
+class _Report(Perplexity):
     """Prints the data, and a document with its labels, at a run's start, and has rates and the padding logged.
-
-    Its other hooks are those of another callback.
 
     Args:
         rates: those that are logged; None without training data.
     """
 
-    def __init__(self, inner: Callback, summary: str, rates: Rates | None) -> None:
-        self._inner = inner
+    def __init__(self, model: PreTrainedModel, summary: str, rates: Rates | None) -> None:
+        super().__init__(model)
         self._summary = summary
         self._rates = rates
 
@@ -314,37 +310,20 @@ class _Report(Callback):
     def on_gradients_reduced(self, *, due: bool) -> Mapping[str, float]:
         return self._rates.measure() if due and self._rates is not None else {}
 
-    def on_eval_end(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        return self._inner.on_eval_end(split, metrics)
-
 
 class _ReportWithSamples(_Report):
-    """Logs samples at each evaluation as well.
+    """Logs samples at each evaluation as well."""
 
-    Args:
-        log: logs those of a model.
-        model: which is trained.
-    """
-
-    def __init__(
-        self,
-        inner: Callback,
-        summary: str,
-        rates: Rates | None,
-        log: Callable[[nn.Module], None],
-        model: nn.Module,
-    ) -> None:
-        super().__init__(inner, summary, rates)
-        self._log = log
-        self._model = model
+    log_samples: Callable[[nn.Module], None]
+    """Logs those of the evaluated model."""
 
     def attach(self, group: RankInfo, *, step: int, epoch: int) -> None:
         super().attach(group, step=step, epoch=epoch)
-        if any(parameter.is_meta for parameter in self._model.parameters()):
+        if any(parameter.is_meta for parameter in self.model.parameters()):
             raise TaskError("--eval-samples calls the whole model, which no process of --strategy pp can.")
 
     def on_eval_begin(self, split: str, module: nn.Module) -> None:
-        self._log(module)
+        self.log_samples(module)
 
 
 def _require_hub(name: str) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import safetensors.torch
 from torch import nn
 
 from paceline.core.errors import ExportError
-from paceline.export.export import ExportedDirectory, ExportRequest
 from paceline.export.formats import Quantization
 from paceline.runs.rank_log import silence_loggers_and_warnings
 from paceline.training.loaded_model import evaluated_weights, read_checkpoint
@@ -72,8 +71,4 @@ def write_peft(trained: ModelToWrite, directory: Path, quantization: Quantizatio
     return loaded
 
 
-def export_peft(
-    request: ExportRequest, output: Path | None = None, on_stage: Callable[[str], None] = lambda stage: None
-) -> ExportedDirectory:
-    """Export a run's adapters; see :func:`paceline_lm.directories.export_directory`."""
-    return export_directory("peft", write_peft, request, output, on_stage)
+export_peft = partial(export_directory, "peft", write_peft)

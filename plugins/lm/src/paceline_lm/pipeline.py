@@ -48,7 +48,7 @@ def split_layers(model: PreTrainedModel) -> list[Part]:
         *((partial(chain.run_layer, number), [layer]) for number, layer in enumerate(layers)),
         (chain.head, [*chain.tail, *head]),
     ]
-    with _evaluation(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         value: Any = chain.embed(input_ids=ids, use_cache=False)
         for function, _ in parts[1:]:
             value = function(*value)
@@ -86,7 +86,8 @@ class _Chain:
         self.tail: list[nn.Module] = []
         (_, _, result) = calls[-1]
         for module, inputs, output in calls[numbers[-1] + 1 : -1]:
-            if inputs and inputs[0] is value and isinstance(output, torch.Tensor) and _has_parameters(module):
+            has_parameters = next(module.parameters(), None) is not None
+            if inputs and inputs[0] is value and isinstance(output, torch.Tensor) and has_parameters:
                 self.tail.append(module)
                 value = output
         if value is None or not torch.equal(value.reshape(-1), result.last_hidden_state.reshape(-1)):
@@ -107,7 +108,7 @@ class _Chain:
 
         with ExitStack() as stack:
             for number, layer in enumerate(self._layers):
-                stack.enter_context(_forward(layer, partial(record, number)))
+                stack.enter_context(replaced_forward(layer, partial(record, number)))
             try:
                 type(self._model).forward(self._model, *args, **kwargs)
             except _LayersReached:
@@ -125,7 +126,7 @@ class _Chain:
         args, kwargs = _uncarry(carried)["model"]
         for module in self.tail:
             hidden = module(hidden)
-        with _forward(self._model.base_model, lambda *_, **__: self._output(last_hidden_state=hidden)):
+        with replaced_forward(self._model.base_model, lambda *_, **__: self._output(last_hidden_state=hidden)):
             return type(self._model).forward(self._model, *args, **kwargs)
 
 
@@ -146,16 +147,12 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
-
-
 def _watch(base: nn.Module, ids: torch.Tensor) -> list[tuple[nn.Module, tuple[Any, ...], Any]]:
     """Return the calls of modules, in the order in which they ended, each with its arguments and its result."""
     calls: list[tuple[nn.Module, tuple[Any, ...], Any]] = []
     hooks = [m.register_forward_hook(lambda m, inputs, out: calls.append((m, inputs, out))) for m in base.modules()]
     try:
-        with _evaluation(base), torch.no_grad():
+        with evaluation_mode(base), torch.no_grad():
             base(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:
@@ -164,7 +161,7 @@ def _watch(base: nn.Module, ids: torch.Tensor) -> list[tuple[nn.Module, tuple[An
 
 
 @contextmanager
-def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace a module's forward, which may already be another than its class's."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
@@ -177,7 +174,8 @@ def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _evaluation(module: nn.Module) -> Iterator[None]:
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Have no dropout within the context."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:

@@ -19,7 +19,7 @@ from paceline.core.plugins import install_command
 from paceline.core.task import Callback, Loss, RunSchedule, Task
 from paceline.parallel.wrap_units import CheckpointedForward
 from paceline.torch_internals import FakeTensor
-from paceline_lm.pipeline import split_layers
+from paceline_lm.pipeline import evaluation_mode, replaced_forward, split_layers
 from paceline_lm.token_loss import IGNORED, has_chunks, loss_of_logits, summed_loss
 
 try:
@@ -117,7 +117,7 @@ class TransformersTask(Task):
         return LambdaLR(optimizer, factor)
 
     def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
-        return _Perplexity(inside_of(self, model))
+        return Perplexity(inside_of(self, model))
 
     def pipeline_blocks(self, model: nn.Module) -> Sequence[Any] | None:
         inside = inside_of(self, model)
@@ -188,19 +188,14 @@ def _call_with_loss(model: nn.Module, inside: PreTrainedModel, arguments: Mappin
     """
     head = inside.get_output_embeddings()
     targets = nn.functional.pad(arguments["labels"][..., 1:], (0, 1), value=IGNORED)
-    plain, of_module = head.forward, vars(head).get("forward")
+    plain = head.forward
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = summed_loss(head, hidden, targets) if has_chunks(head, hidden) else plain(hidden)
         return logits
 
-    head.forward = forward
-    try:
+    with replaced_forward(head, forward):
         outputs = model(**{name: value for name, value in arguments.items() if name != "labels"})
-    finally:
-        del head.forward
-        if of_module is not None:
-            head.forward = of_module
     if outputs["logits"].shape != (1, 1, 2):  # in a pipeline's evaluation, another rank has called the head
         outputs["logits"] = loss_of_logits(outputs["logits"], targets)
     return outputs
@@ -241,14 +236,8 @@ def _ends_with_head(model: PreTrainedModel, words: Any) -> bool:
 
 def call_in_evaluation(model: nn.Module, **arguments: Any) -> Any:
     """Return a model's logits, without dropout."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            return model(**arguments).get("logits")
-    finally:
-        for module in training:
-            module.training = True
+    with evaluation_mode(model), torch.no_grad():
+        return model(**arguments).get("logits")
 
 
 def _arguments(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -308,10 +297,11 @@ def _is_traced(words: torch.Tensor, model: nn.Module) -> bool:
     return isinstance(words, FakeTensor) or any(parameter.is_meta for parameter in model.parameters())
 
 
-class _Perplexity(Callback):
+class Perplexity(Callback):
     """Adds the perplexity of a language model: of the mean loss, which a mean of blocks' would not be."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
         self._speaks = model.get_output_embeddings() is not None  # a classifier has none
 
     def on_eval_end(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:

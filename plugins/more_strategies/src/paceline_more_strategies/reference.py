@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from paceline.core.environment import Environment
 from paceline.data.samples import Loader, MicroBatch
 from paceline.parallel.options import PipelineOptions
 from paceline.parallel.pipeline.stage_split import manual_split
@@ -30,7 +30,7 @@ from paceline.parallel.strategy import (
     Strategy,
     StrategyOptions,
 )
-from paceline.parallel.world import ParallelDims, World
+from paceline.parallel.world import ParallelDims, World, open_world
 from paceline.torch_internals import foreach_mul_
 from paceline.training.run_context import RunContext
 from paceline.training.session import build_trainer, train_in_group
@@ -159,12 +159,10 @@ def simulated_model(run: RunContext, world_size: int) -> dict[str, torch.Tensor]
                 state.outer.begin()
         while states[0].progress.step < run.data.total_steps:
             _step(run, states, microbatches, loader)
+            for state in states:
+                _advance(state, order.steps_per_epoch)
             if run.schedule.sync_schedule.is_sync_step(states[0].progress):
                 _sync_replicas(states, shares)
-            for state in states:
-                if state.progress.step_in_epoch == order.steps_per_epoch:
-                    state.progress.epoch = state.progress.epoch + 1
-                    state.progress.step_in_epoch = 0
     for state in states:
         state.callback.close()
     return dict(states[0].module.state_dict())
@@ -188,22 +186,17 @@ def simulated_compression(run: RunContext, world_size: int) -> dict[str, torch.T
         state.module.train()
         while state.progress.step < run.data.total_steps:
             _compressed_step(run, state, microbatches, loader)
-            state.progress.step += 1
-            state.progress.step_in_epoch += 1
-            if state.progress.step_in_epoch == run.data.order.steps_per_epoch:
-                state.progress.epoch = state.progress.epoch + 1
-                state.progress.step_in_epoch = 0
+            _advance(state, run.data.order.steps_per_epoch)
     state.callback.close()
     return dict(state.module.state_dict())
 
 
 def _compressed_step(run: RunContext, state: TrainingState, ranges: Sequence[range], loader: Loader) -> None:
     parameters = _trained(state.module)
-    floats, counters = _buffers(state.module)
     ranks = len(ranges)
     scale = 0.5 ** (run.global_batch_size // ranks).bit_length()
     dtype = torch.float16 if run.config[CommunicationOptions].comm_hook == "fp16" else torch.bfloat16
-    messages, results_of_ranks, changed = [], [], [False] * len(floats)
+    messages, results_of_ranks, changed = [], [], [False] * len(_buffers(state.module)[0])
     for own in ranges:
         microbatches = loader.fetch(state.progress.epoch, state.progress.step_in_epoch, own)
         computed, by_rank = _compute(run, state, microbatches, scale)
@@ -216,24 +209,48 @@ def _compressed_step(run: RunContext, state: TrainingState, ranges: Sequence[ran
     weight = sum(sum(microbatch.weight for microbatch in results) for results in present)
     gradients = [total.to(p.dtype) for total, p in zip(_left_to_right(messages), parameters, strict=True)]
     foreach_mul_(gradients, ranks / (weight * scale))
-    used = _used(microbatch for results in present for microbatch in results)
-    for parameter, gradient, is_used in zip(parameters, gradients, used, strict=True):
-        parameter.grad = gradient if is_used else None
-    samples = sum(microbatch.samples for results in present for microbatch in results)
-    means = _left_to_right([_left_to_right([s.floats for s in results]) for results in present])
-    for buffer, total, has_changed in zip(floats, means, changed, strict=True):
-        if has_changed:
-            buffer.copy_(total / samples)
-    changes = _left_to_right([s.counters for results in present for s in results])
-    for buffer, change in zip(counters, changes, strict=True):
-        buffer.add_(change.div(sum(map(len, present)), rounding_mode="floor"))
+    results = [microbatch for of_rank in present for microbatch in of_rank]
+    means = _left_to_right([_left_to_right([s.floats for s in of_rank]) for of_rank in present])
+    _apply(state.module, results, gradients, means, _left_to_right([s.counters for s in results]), changed)
     clip_norm = run.config.training.clip_norm
     state.update(None if clip_norm is None else partial(_clip, parameters, clip_norm))
 
 
-def _used(microbatches: Iterable[_SimulatedMicrobatch]) -> list[bool]:
-    """Return whether any of the micro-batches has used each parameter."""
-    return [any(uses) for uses in zip(*(microbatch.used for microbatch in microbatches), strict=True)]
+def _advance(state: TrainingState, steps_per_epoch: int) -> None:
+    """Count a step, and the end of its epoch."""
+    progress = state.progress
+    progress.step += 1
+    progress.step_in_epoch += 1
+    if progress.step_in_epoch == steps_per_epoch:
+        progress.epoch += 1
+        progress.step_in_epoch = 0
+
+
+def _apply(
+    module: nn.Module,
+    results: Sequence[_SimulatedMicrobatch],
+    gradients: Sequence[torch.Tensor],
+    floats: Sequence[torch.Tensor],
+    counters: Sequence[torch.Tensor],
+    changed: Sequence[bool],
+) -> None:
+    """Set the gradients of parameters that were used, and the buffers to their state after the step.
+
+    Args:
+        floats: sums of the floating-point buffers times samples.
+        counters: sums of the changes of counters.
+        changed: which floating-point buffers any micro-batch changes.
+    """
+    used = zip(*(each.used for each in results), strict=True)
+    for parameter, gradient, uses in zip(_trained(module), gradients, used, strict=True):
+        parameter.grad = gradient if any(uses) else None
+    own_floats, own_counters = _buffers(module)
+    samples = sum(each.samples for each in results)
+    for buffer, total, has_changed in zip(own_floats, floats, changed, strict=True):
+        if has_changed:
+            buffer.copy_(total / samples)
+    for buffer, change in zip(own_counters, counters, strict=True):
+        buffer.add_(change.div(len(results), rounding_mode="floor"))
 
 
 def _left_to_right(terms: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -255,8 +272,6 @@ def _step(run: RunContext, states: Sequence[TrainingState], ranges: Sequence[ran
         # A gradient scaler skips the step on all ranks or on none.
         clip = None if clip_norm is None else partial(_clip, parameters, clip_norm)
         state.update(clip, finite=finite)
-        state.progress.step += 1
-        state.progress.step_in_epoch += 1
 
 
 def _compute(
@@ -291,26 +306,19 @@ def _compute(
 
 def _set_gradients(run: RunContext, state: TrainingState, microbatches: Sequence[MicroBatch]) -> None:
     """Set a rank's mean gradient in its parameters, and its buffers to their state after the step."""
-    parameters = _trained(state.module)
-    floats, counters = _buffers(state.module)
     computed, changed = _compute(run, state, microbatches)
     if not computed:
-        for parameter in parameters:
+        for parameter in _trained(state.module):
             parameter.grad = None
         return
-    size = 1 << (run.num_microbatches - 1).bit_length()
-    weight = _tree({k: [torch.tensor(s.weight, dtype=torch.float64)] for k, s in computed.items()}, 0, size)
-    gradients = _tree({k: s.gradients for k, s in computed.items()}, 0, size)
-    for parameter, gradient, is_used in zip(parameters, gradients, _used(computed.values()), strict=True):
-        parameter.grad = gradient / weight[0].item() if is_used else None
-    samples = sum(microbatch.samples for microbatch in computed.values())
-    means = _tree({k: s.floats for k, s in computed.items()}, 0, size)
-    for buffer, total, has_changed in zip(floats, means, changed, strict=True):
-        if has_changed:
-            buffer.copy_(total / samples)
-    changes = _tree({k: s.counters for k, s in computed.items()}, 0, size)
-    for buffer, change in zip(counters, changes, strict=True):
-        buffer.add_(change.div(len(computed), rounding_mode="floor"))
+
+    def total(part: Callable[[_SimulatedMicrobatch], list[torch.Tensor]]) -> list[torch.Tensor]:
+        return _tree({number: part(each) for number, each in computed.items()}, run.num_microbatches)
+
+    (weight,) = total(lambda each: [torch.tensor(each.weight, dtype=torch.float64)])
+    gradients = [gradient / weight.item() for gradient in total(lambda each: each.gradients)]
+    floats, counters = total(lambda each: each.floats), total(lambda each: each.counters)
+    _apply(state.module, [*computed.values()], gradients, floats, counters, changed)
 
 
 def _share_states(states: Sequence[TrainingState]) -> None:
@@ -332,15 +340,11 @@ def _share_states(states: Sequence[TrainingState]) -> None:
 
 def _sync_replicas(states: Sequence[TrainingState], shares: Sequence[int]) -> None:
     """Replace every rank's tensors by their mean, weighted by micro-batches."""
-    size = 1 << (len(states) - 1).bit_length()
     factors = [share // math.gcd(*shares) for share in shares]
     _share_states(states)
     tensors_of_ranks = [tensors_to_average(state) for state in states]
-    means = _tree(
-        {rank: [tensor * factors[rank] for tensor in tensors] for rank, tensors in enumerate(tensors_of_ranks)},
-        0,
-        size,
-    )
+    terms = {rank: [tensor * factors[rank] for tensor in own] for rank, own in enumerate(tensors_of_ranks)}
+    means = _tree(terms, len(states))
     with torch.no_grad():
         for tensors in tensors_of_ranks:
             for tensor, total in zip(tensors, means, strict=True):
@@ -351,19 +355,14 @@ def _sync_replicas(states: Sequence[TrainingState], shares: Sequence[int]) -> No
             state.outer.step()
 
 
-def _tree(terms: Mapping[int, list[torch.Tensor]], start: int, size: int) -> list[torch.Tensor]:
-    """Sum along the tree over ``start`` to ``start + size - 1``, skipping numbers that are not in ``terms``."""
-    inside = [number for number in terms if start <= number < start + size]
-    if len(inside) == 1:
-        return terms[inside[0]]
-    half = size // 2
-    left = [number for number in inside if number < start + half]
-    if not left:
-        return _tree(terms, start + half, half)
-    if len(left) == len(inside):
-        return _tree(terms, start, half)
-    pairs = zip(_tree(terms, start, half), _tree(terms, start + half, half), strict=True)
-    return [a + b for a, b in pairs]
+def _tree(terms: Mapping[int, list[torch.Tensor]], stop: int, start: int = 0) -> list[torch.Tensor]:
+    """Sum along the tree over the numbers from ``start`` to ``stop`` - 1, of which some are in ``terms``."""
+    if stop - start == 1:
+        return terms[start]
+    half = start + (1 << (stop - start - 1).bit_length()) // 2
+    sides = ((start, half), (half, stop))
+    sums = [_tree(terms, last, first) for first, last in sides if any(first <= number < last for number in terms)]
+    return sums[0] if len(sums) == 1 else [a + b for a, b in zip(*sums, strict=True)]
 
 
 def _clip(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
@@ -389,20 +388,10 @@ def simulated_pipedream(run: RunContext, world_size: int) -> dict[str, torch.Ten
     Args:
         run: with ``--pp-schedule pipedream``, and stages that are not measured (``--pp-split equal``).
     """
-    single = _SingleRankRun(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)}, stages=world_size)
+    single = _SingleRankRun(**{f.name: getattr(run, f.name) for f in fields(run)}, stages=world_size)
     run.directory.create()
-    world = World(
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        device=run.device,
-        backend="gloo",
-        generation=0,
-        one_host=True,
-    )
-    with build_trainer(single, world_size) as trainer:
-        train_in_group(trainer, [], time.perf_counter(), world)
+    with open_world(Environment(), device="cpu") as world, build_trainer(single, world_size) as trainer:
+        train_in_group(trainer, [], time.perf_counter(), replace(world, device=run.device))
         return dict(trainer.state.module.state_dict())
 
 
