@@ -7,7 +7,7 @@ import math
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -296,12 +296,17 @@ def test_break_and_errors_leave_a_run_that_continues(tmp_path: Path) -> None:
         for step in whole.steps(max_steps=8):
             step.backward(squares(model))
             step.update()
-    seen = []
+    seen, left = [], []
+
+    def counted(steps: Any) -> Iterator[Any]:
+        left.append(len(steps))
+        yield from steps
+
     for attempt in range(3):
         model = linear()
         run = start(tmp_path / "run", model, SGD(model.parameters(), 0.1), checkpoint_every="2steps")
         with suppress(KeyError), run:
-            for step in run.steps(max_steps=8):
+            for step in counted(run.steps(max_steps=8)):
                 seen.append(step.step)
                 step.backward(squares(model))
                 step.update()
@@ -313,6 +318,7 @@ def test_break_and_errors_leave_a_run_that_continues(tmp_path: Path) -> None:
                 assert run.evaluate(lambda batch, model=model: {"out": model(batch[0]).flatten()}, points())["out"]
     assert "eval" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     assert seen == [0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7]
+    assert left == [8, 6, 4]
     assert whole.result is not None
     assert run.result is not None
     assert run.result.model_sha256 == whole.result.model_sha256

@@ -186,21 +186,21 @@ def test_an_unknown_split_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (idx((4,), b"abcd"), "more than 11 bytes"),
-        (idx((3,), b"abc") + bytes(10**6), "more than 11 bytes"),
-        (idx((3,), b"ab"), "10 of 11 bytes"),
-        (b"", "0 of 11 bytes"),
-        (b"\0\0\x09\1" + idx((3,), b"abc")[4:], "not an idx file of uint8"),
-        (idx((3,), b"abd"), "not the published file"),
+        idx((4,), b"abcd"),
+        idx((3,), b"abc") + bytes(10**6),
+        idx((3,), b"ab"),
+        b"",
+        b"\0\0\x09\1" + idx((3,), b"abc")[4:],
+        idx((3,), b"abd"),
     ],
 )
-def test_only_the_very_file_is_read(tmp_path: Path, content: bytes, message: str) -> None:
+def test_only_the_very_file_is_read(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "labels.gz"
     path.write_bytes(gzip.compress(content))
     published = IdxFile("labels.gz", (3,), hashlib.sha256(idx((3,), b"abc")).hexdigest())
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match="not the published file: SHA-256"):
         read_idx(path, published)
     path.write_bytes(gzip.compress(idx((3,), b"abc")))
     assert read_idx(path, published).tolist() == list(b"abc")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,7 +40,7 @@ def start_ranks(worker_config: WorkerConfig) -> NoReturn:
             "Run(nproc=...) replaces ranks that die, so recover='none' does not go with it. Leave out nproc, and start "
             "the ranks by torchrun or paceline launch."
         )
-    code, _ = launch(dataclasses.replace(worker_config, script=(*_program(), *sys.argv[1:])))
+    code, _ = launch(replace(worker_config, script=(*_program(), *sys.argv[1:])))
     raise SystemExit(code)
 
 
@@ -60,21 +60,19 @@ def _program() -> tuple[str, ...]:
 # --- A worker of its agent ---
 
 
+@dataclass
 class StartedRank:
     """What an agent's worker has for the run of its script.
 
     Attributes:
         request: the run's options, as the starting process had them.
-        groups: the groups of ranks.
-        directory: the run's.
         close: leaves the group.
     """
 
-    def __init__(self, request: RunRequest, groups: ElasticGroups, directory: RunDirectory) -> None:
-        self.request = request
-        self.groups = groups
-        self.directory = directory
-        self.close: Callable[[], None] = lambda: None
+    request: RunRequest
+    groups: ElasticGroups
+    directory: RunDirectory
+    close: Callable[[], None] = lambda: None
 
 
 _started: StartedRank | None = None

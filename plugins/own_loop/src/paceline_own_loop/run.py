@@ -7,7 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 from weakref import WeakSet, finalize
@@ -32,7 +34,6 @@ from paceline.runs.directory import OWN_LOOP
 from paceline.runs.rank_log import open_rank_log
 from paceline.runs.rank_progress import note_progress
 from paceline.training.control import StopCause, StopSignals
-from paceline.training.evaluation import Evaluator
 from paceline.training.group_context import alone
 from paceline.training.loaded_model import restore_model
 from paceline.training.run_context import RunContext, RunRequest
@@ -171,6 +172,8 @@ class Run:
     def steps(self, *, epochs: int | None = None, max_steps: int | None = None) -> Iterator[LoopStep]:
         """Yield the steps that are left, from the newest checkpoint on; all ranks go through them together.
 
+        ``len()`` of what is returned, which ``tqdm`` asks for, begins the loop; a stream by epochs has none.
+
         Args:
             epochs: passes over the data; by default 1.
             max_steps: steps of the whole run, instead of ``epochs``.
@@ -181,6 +184,9 @@ class Run:
                 continues. A script that does not catch it exits with its code, 75 or 130.
             PacelineError: the training failed; the last checkpoint is good.
         """
+        return _Steps(self._loop({"epochs": epochs, "max_steps": max_steps}), self._count_left)
+
+    def _loop(self, length: Mapping[str, int | None]) -> Iterator[LoopStep]:
         refuse_call_at_import("Run.steps()")
         if self._has_begun:
             raise ConfigError(
@@ -196,7 +202,7 @@ class Run:
         with ends_script(), ExitStack() as stack:
             stack.callback(self._end_loop)
             try:
-                yield from self._steps({"epochs": epochs, "max_steps": max_steps}, stack)
+                yield from self._steps(length, stack)
             except StopRequested as stop:
                 is_agents = started_rank(str(self._options["run_dir"])) is not None  # which says it itself
                 if self._world is not None and self._world.rank == 0 and not (self._quiet or is_agents):
@@ -308,6 +314,13 @@ class Run:
         self._is_looping = False
         self._step = None
 
+    def _count_left(self) -> int:
+        if self._states is None or self._context is None:
+            return 0
+        if (total := self._context.data.total_steps) is None:
+            raise TypeError("how many steps there are is not known: the data is a stream")
+        return total - self._states.state.progress.step
+
     def _require_state(self) -> None:
         """Reject a scheduler that the run does not save.
 
@@ -364,14 +377,19 @@ class Run:
         """
         if self._context is None or self._world is None:
             raise ConfigError("Run.evaluate() needs the ranks: call it within the loop over Run.steps(), or after it.")
-        evaluation = self._evaluation(dataset, name)
+        evaluation = self._evaluations.get(name)
+        if evaluation is None or evaluation.dataset is not dataset:
+            evaluation = self._evaluations[name] = _Evaluation(dataset, name, self._context)
+            self._resources.callback(evaluation.evaluator.close)
+        evaluation.of_batch = metrics
+        measure = partial(evaluation.run, self._context, self._parts.module)
         measured = None
         if not (self._has_lost_group or (self._step is not None and self._step.loss_of_rank is not None)):
             losses = suppress(PeerLostError) if self._outlives_losses else nullcontext()
             with losses, self._world.progress_tracker.at_work():
-                measured = evaluation.run(self._context, self._world, self._parts.module, metrics)
-        if measured is None:  # the same numbers, of all data on this rank
-            measured = evaluation.run(self._context, alone(self._world), self._parts.module, metrics)
+                measured = measure(self._world)
+        if measured is None:
+            measured = measure(alone(self._world))  # the same numbers, of all data on this rank
         if self._step is not None:
             self._step.record_evaluation(name, measured)
         return measured
@@ -389,16 +407,6 @@ class Run:
         with self._world.progress_tracker.at_work():
             whole = self._states.full_model_state_dict(self._world, module)
         return whole if self._world.rank == 0 else {}
-
-    def _evaluation(self, dataset: Any, name: str) -> _Evaluation:
-        known = self._evaluations.get(name)
-        if known is None or known.dataset is not dataset:
-            assert self._context is not None
-            task = _Metrics()
-            known = _Evaluation(dataset, task, self._context.evaluator_of(dataset, name, task, with_loss=False))
-            self._resources.callback(known.evaluator.close)
-            self._evaluations[name] = known
-        return known
 
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
@@ -423,35 +431,43 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"Run() has no option {given[0]}. {instead}")
 
 
-class _Metrics(Task):
-    """The metrics of :meth:`Run.evaluate`, as those of a task.
+class _Evaluation(Task):
+    """A dataset that :meth:`Run.evaluate` evaluates, perhaps many times, by the metrics of a task.
 
     Attributes:
         of_batch: computes them, in the evaluation that runs now.
     """
 
-    def __init__(self) -> None:
-        self.of_batch: Callable[[Any], Mapping[str, Any]] = lambda batch: {}
+    of_batch: Callable[[Any], Mapping[str, Any]]
+
+    def __init__(self, dataset: Any, name: str, context: RunContext) -> None:
+        self.dataset = dataset
+        self.evaluator = context.evaluator_of(dataset, name, self, with_loss=False)
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         return self.of_batch(batch)
 
-
-@dataclass(frozen=True)
-class _Evaluation:
-    """A dataset that is evaluated, perhaps many times."""
-
-    dataset: Any
-    task: _Metrics
-    evaluator: Evaluator
-
-    def run(
-        self, context: RunContext, world: World, module: nn.Module, metrics: Callable[[Any], Mapping[str, Any]]
-    ) -> dict[str, float]:
-        self.task.of_batch = metrics
+    def run(self, context: RunContext, module: nn.Module, world: World) -> dict[str, float]:
+        is_collective = context.config.parallel.shards_state
         return self.evaluator.run(
-            context.build_mesh(world),
-            module,
-            lambda: StopCause.NONE,
-            is_collective=context.config.parallel.shards_state,
+            context.build_mesh(world), module, lambda: StopCause.NONE, is_collective=is_collective
         )
+
+
+class _Steps(Iterator[LoopStep]):
+    """The steps of a loop, and how many are left."""
+
+    def __init__(self, steps: Iterator[LoopStep], count_left: Callable[[], int]) -> None:
+        self._steps = steps
+        self._count_left = count_left
+        self._has_begun = False
+
+    def __next__(self) -> LoopStep:
+        self._has_begun = True
+        return next(self._steps)
+
+    def __len__(self) -> int:
+        if not self._has_begun:
+            self._has_begun = True
+            self._steps = chain(list(islice(self._steps, 1)), self._steps)
+        return self._count_left()

@@ -8,13 +8,12 @@ import http.client
 import logging
 import math
 import os
-import struct
 import urllib.request
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from rich.progress import wrap_file
@@ -52,18 +51,12 @@ _MAX_DOWNLOAD_BYTES = 32 * 2**20  # the largest of the four files has 25.2 MiB
 _TIMEOUT_S = 30.0
 
 
-@dataclass(frozen=True)
-class IdxFile:
+class IdxFile(NamedTuple):
     """One of the four files: its shape (uint8) and the SHA-256 of what it holds, decompressed."""
 
     name: str
     shape: tuple[int, ...]
     sha256: str
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the decompressed file: header and data."""
-        return 4 + 4 * len(self.shape) + math.prod(self.shape)
 
 
 FILES = {
@@ -135,8 +128,7 @@ def load_fashion_mnist(
 def read_idx(path: Path, file: IdxFile) -> torch.Tensor:
     """Decompress and check one file; never holds more than its known size.
 
-    The format: two zero bytes, 8 (uint8), the number of dimensions, each dimension as a big-endian
-    uint32, then the data (http://yann.lecun.com/exdb/mnist/).
+    The format: a header of 4 bytes and 4 for each dimension, then the data (http://yann.lecun.com/exdb/mnist/).
 
     Returns:
         uint8, of ``file.shape``.
@@ -145,28 +137,18 @@ def read_idx(path: Path, file: IdxFile) -> torch.Tensor:
         DataError: the file is damaged, or another one.
         FileNotFoundError: there is none.
     """
-    content = bytearray(file.num_bytes)
-    view = memoryview(content)
+    header = 4 + 4 * len(file.shape)
     try:
         with gzip.open(path) as stream:
-            filled = 0
-            while filled < len(content) and (count := stream.readinto(view[filled:])):
-                filled += count
-            too_long = bool(stream.read(1))
+            content = bytearray(stream.read(header + math.prod(file.shape) + 1))
     except FileNotFoundError:
         raise
     except _DAMAGED as error:
         raise DataError(f"{path} is damaged or cannot be read: {error}") from error
-    if filled < len(content) or too_long:
-        relation = "more than" if too_long else f"{filled} of"
-        raise DataError(f"{path} is damaged: it holds {relation} {len(content)} bytes.")
-    header = struct.pack(f">BBBB{len(file.shape)}I", 0, 0, 8, len(file.shape), *file.shape)
-    if not content.startswith(header):
-        raise DataError(f"{path} is not an idx file of uint8 and shape {file.shape}.")
     digest = hashlib.sha256(content).hexdigest()
     if digest != file.sha256:
         raise DataError(f"{path} is not the published file: SHA-256 {digest}, expected {file.sha256}.")
-    return torch.frombuffer(content, dtype=torch.uint8, offset=len(header)).view(file.shape)
+    return torch.frombuffer(content, dtype=torch.uint8, offset=header).view(file.shape)
 
 
 def _read_split(directory: Path, split: str, problems: list[str]) -> tuple[torch.Tensor, torch.Tensor] | None:
