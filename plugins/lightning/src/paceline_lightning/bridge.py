@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,8 +40,7 @@ from paceline_lightning.metrics import LoggedValue, MetricRecorder, StepLog, che
 
 _log = logging.getLogger(__name__)
 
-# --- What of Lightning cannot be kept where a step is shared by any number of ranks, and what to use
-#     instead
+# --- What of Lightning cannot be kept where a step is shared by any number of ranks, and what to use instead ---
 
 
 _HOOKS = {
@@ -289,62 +289,20 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
                 logger.log_metrics({**to_loggers, "epoch": self.epochs_done}, step=step)
                 logger.save()
 
-    @property
-    def current_epoch(self) -> int:
-        return self.epochs_done
-
-    @property
-    def global_step(self) -> int:
-        return self.steps_done
-
-    @property
-    def global_rank(self) -> int:
-        return 0 if self._group is None else self._group.rank
-
-    @property
-    def local_rank(self) -> int:
-        return 0 if self._group is None else self._group.local_rank
-
-    @property
-    def world_size(self) -> int:
-        return 1 if self._group is None else self._group.world_size
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
-
-    @property
-    def num_training_batches(self) -> int | float:
-        return self.run_schedule.steps_per_epoch or float("inf")
-
-    @property
-    def estimated_stepping_batches(self) -> int | float:
-        """Steps of the whole run."""
-        return self.run_schedule.total_steps or float("inf")
-
-    @property
-    def max_epochs(self) -> int | None:
-        """Epochs of the whole run, the last of which may be cut short."""
-        return self.run_schedule.epochs or -1
-
-    @property
-    def max_steps(self) -> int:
-        return self.run_schedule.total_steps or -1
-
-    @property
-    def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """The last logged values, by name."""
-        return self._metrics
-
-    @property
-    def logged_metrics(self) -> dict[str, torch.Tensor]:
-        """The last values for the loggers, by name."""
-        return self._logged
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, float]:
-        """Nothing: the progress is Paceline's."""
-        return {}
+    # Of the run, where Lightning would ask its loops, its strategy or its own records.
+    current_epoch = property(attrgetter("epochs_done"))
+    global_step = property(attrgetter("steps_done"))
+    global_rank = property(lambda self: 0 if self._group is None else self._group.rank)
+    local_rank = property(lambda self: 0 if self._group is None else self._group.local_rank)
+    world_size = property(lambda self: 1 if self._group is None else self._group.world_size)
+    is_global_zero = property(lambda self: self.global_rank == 0)
+    num_training_batches = property(lambda self: self.run_schedule.steps_per_epoch or float("inf"))
+    estimated_stepping_batches = property(lambda self: self.run_schedule.total_steps or float("inf"))
+    max_epochs = property(lambda self: self.run_schedule.epochs or -1)
+    max_steps = property(lambda self: self.run_schedule.total_steps or -1)
+    callback_metrics = property(attrgetter("_metrics"))
+    logged_metrics = property(attrgetter("_logged"))
+    progress_bar_metrics = property(lambda self: {})
 
     def fit(self, *arguments: Any, **options: Any) -> NoReturn:
         raise TaskError("Paceline trains: trainer.fit(), validate(), test() and predict() cannot be called.")
@@ -355,8 +313,7 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
         raise TaskError("Paceline saves checkpoints (--checkpoint-every); trainer.save_checkpoint() cannot.")
 
 
-# --- A LightningModule in training: its hooks, callbacks and loggers, called at the points of Paceline's
-#     run
+# --- A LightningModule in training: its hooks, callbacks and loggers, called at the points of Paceline's run ---
 
 
 _NOWHERE = BatchInfo(split="train", step=0, number=0, samples=0)

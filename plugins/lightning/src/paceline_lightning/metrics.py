@@ -98,24 +98,15 @@ class StepLog:
 
 
 def add_exactly(partials: list[float], value: float) -> None:
-    """Add to a sum that is kept without rounding, as numbers that do not overlap.
-
-    Shewchuk, "Adaptive Precision Floating-Point Arithmetic" (1997); ``math.fsum`` does the same. Infinities
-    and NaN stay as they are.
-    """
-    if not math.isfinite(value):
-        partials.append(value)
+    """Add to a sum that is kept without rounding, as numbers that ``math.fsum`` adds up."""
+    terms = [*partials, value]
+    if not math.isfinite(total := sum(terms)):
+        partials[:] = [total]
         return
-    index = 0
-    for partial in partials:
-        larger, smaller = (value, partial) if abs(value) >= abs(partial) else (partial, value)
-        total = larger + smaller
-        rest = smaller - (total - larger)
-        if rest:
-            partials[index] = rest
-            index += 1
-        value = total
-    partials[index:] = [value]
+    partials.clear()
+    while rest := math.fsum(terms):
+        partials.append(rest)
+        terms.append(-rest)
 
 
 def _mean(totals: list[list[float]]) -> float:
