@@ -80,33 +80,24 @@ def _load(
     weights = rename_entries(weights, state)
     unused = {name for name in weights for pattern in reset if matches(pattern, name)}
     wanted = [name for name in state if name not in fresh]
-    missing = [name for name in wanted if name not in weights]
-    unexpected = [name for name in weights if name not in state and name not in unused]
-    reshaped = [n for n in wanted if n in weights and weights[n].shape != state[n].shape]
-    if missing or unexpected or reshaped:
-        raise ConfigError(_misfit(module, source, weights, state, missing, unexpected, reshaped))
+    both = [name for name in wanted if name in weights and weights[name].shape != state[name].shape]
+    problems = {
+        "other shapes": {n: f"{n} is {tuple(weights[n].shape)} there and {tuple(state[n].shape)} here" for n in both},
+        "missing there": {name: name for name in wanted if name not in weights},
+        "not in the model": {name: name for name in weights if name not in state and name not in unused},
+    }
+    if any(problems.values()):
+        raise ConfigError(_misfit(source, last_layer(module), problems))
     with torch.no_grad():
         for name in wanted:
             state[name].copy_(weights[name])
 
 
-def _misfit(
-    module: nn.Module,
-    source: str,
-    weights: Mapping[str, torch.Tensor],
-    state: Mapping[str, torch.Tensor],
-    missing: Sequence[str],
-    unexpected: Sequence[str],
-    reshaped: Sequence[str],
-) -> str:
+def _misfit(source: str, head: str, problems: Mapping[str, Mapping[str, str]]) -> str:
     """Describe the parameters that do not fit, by name, and the remedy."""
-    shapes = (f"{n} is {tuple(weights[n].shape)} there and {tuple(state[n].shape)} here" for n in reshaped)
     lines = [f"--init-from {source}: the weights do not fit the task's model."]
-    lines += [f"  other shapes: {join_names(shapes)}"] if reshaped else []
-    lines += [f"  missing there: {join_names(missing)}"] if missing else []
-    lines += [f"  not in the model: {join_names(unexpected)}"] if unexpected else []
-    head = last_layer(module)
-    wrong = [*missing, *unexpected, *reshaped]
+    lines += [f"  {what}: {join_names(found.values())}" for what, found in problems.items() if found]
+    wrong = [name for found in problems.values() for name in found]
     if all(name.rpartition(".")[0] == head for name in wrong):
         lines.append(f"Use --reset-head to reinitialize the last layer ({head}).")
     else:

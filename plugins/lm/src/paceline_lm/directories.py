@@ -136,7 +136,8 @@ def _open(directory: RunDirectory, request: ExportRequest) -> Iterator[ModelToWr
             trained = stack.enter_context(
                 load_trained_model(directory, request.checkpoint, device="cpu", task=request.task)
             )
-            module, task, config, path = trained.module, trained.run.task, trained.run.config, trained.path
+            config: RunConfig = trained.run.config
+            module, task, path = trained.module, trained.run.task, trained.path
             split, batch = _example(trained)
         except (DataError, TaskError, OSError):
             manifest = directory.read_complete_manifest()

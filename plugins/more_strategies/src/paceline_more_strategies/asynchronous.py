@@ -17,8 +17,9 @@ from paceline.core.errors import ConfigError, TaskError
 from paceline.core.task import Callback
 from paceline.data.stream import StreamLoader
 from paceline.parallel.reducer import StepSums
+from paceline.parallel.world import World
 from paceline.training.control import ControlFlags, StopCause
-from paceline.training.group_context import GroupContext
+from paceline.training.group_context import Engine, GroupContext
 from paceline.training.run_context import DataSetup, RunContext
 from paceline.training.state import TrainProgress
 from paceline.training.state_manager import StateManager
@@ -143,3 +144,22 @@ def require_asynchronous(run: RunContext, states: StateManager) -> None:
             f"--strategy {run.config.strategies[0]} computes steps out of turn, and a stream must be read "
             "in turn. Use a map-style dataset, --strategy ddp, or --strategy ps --ps-mode sync."
         )
+
+
+class AsynchronousEngine(Engine):
+    """An engine whose ranks hold the same state at sync points only; it counts stale gradients, and who computed."""
+
+    validate = staticmethod(require_asynchronous)
+
+    def __init__(self, run: RunContext, states: StateManager, world: World) -> None:
+        super().__init__(run, states, world)
+        self._sync_points = SyncPoints(run.config, run.data)
+        self._staleness = Staleness()
+        self._worker_steps: list[int] = []
+
+    @property
+    def extra_results(self) -> dict[str, Any]:
+        """Rank 0's counts: how old gradients were, and how many steps each worker computed."""
+        counts = {"staleness": self._staleness.report(), "worker_steps": self._worker_steps}
+        whole: dict[str, Any] = self._world.broadcast_object(counts if self._world.rank == 0 else None)
+        return whole

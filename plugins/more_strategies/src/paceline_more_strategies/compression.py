@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.strategy import StrategyOptions
@@ -23,23 +22,6 @@ from paceline_more_strategies.options import CommunicationOptions
 # --- Compressed gradients for ``DistributedDataParallel``, by torch's own hooks ---
 #
 # ``fp16`` and ``bf16`` halve the traffic; PowerSGD also has a state.
-
-
-def register_half_precision_hook(ddp: DistributedDataParallel, group: dist.ProcessGroup | None, name: str) -> None:
-    """Register torch's half-precision communication hook of this name."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    if name == "fp16":
-        ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
-    else:
-
-        def bf16(group: dist.ProcessGroup, bucket: Any) -> Any:
-            return default_hooks.bf16_compress_hook(group, bucket)
-
-        # DistributedDataParallel rejects torch's own bf16 hook by name without NCCL, although gloo supports it.
-        # It also checks annotations, which are strings in this file.
-        bf16.__annotations__.clear()
-        ddp.register_comm_hook(group, bf16)
 
 
 # --- PowerSGD's state by parameter, so that a checkpoint can contain it ---
@@ -215,8 +197,13 @@ class CompressedDDP(TorchDDP):
             self.powersgd = PowerSGD(module, world, communication.powersgd_rank, self._scale)
             # A lambda, because DistributedDataParallel rejects annotations that are strings.
             self._ddp.register_comm_hook(self.powersgd, lambda memory, bucket: memory.hook(bucket))
+        elif communication.comm_hook == "fp16":
+            self._ddp.register_comm_hook(world.group, default_hooks.fp16_compress_hook)
         else:
-            register_half_precision_hook(self._ddp, world.group, communication.comm_hook)
+            # A lambda, because DistributedDataParallel rejects torch's own hook by name without NCCL, though gloo can.
+            self._ddp.register_comm_hook(
+                world.group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)
+            )
 
 
 class CompressionEngine(SyncEngine):

@@ -8,7 +8,6 @@ import os
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -28,14 +27,6 @@ _ADVICE = (
     "--strategy dp: one process computes %d micro-batches at a time, in threads that share one interpreter lock. "
     "--strategy ddp with --nproc %d is usually faster, with the same bits (see docs/communication.md)."
 )
-
-
-@dataclass(frozen=True)
-class _MicrobatchResult:
-    """One micro-batch's loss; its gradient and buffers are in the replica."""
-
-    replica: nn.Module
-    loss: Loss
 
 
 class DataParallel(ReducerStrategy):
@@ -78,7 +69,7 @@ class DataParallel(ReducerStrategy):
         for first in range(0, len(microbatches), size):
             chunk = microbatches[first : first + size]
             state_before = _random_state(self._devices)
-            results = self._apply(chunk, work)
+            losses = self._apply(chunk, work)
             if _random_state(self._devices) != state_before:
                 self._is_random = True
                 _log.warning(
@@ -86,7 +77,7 @@ class DataParallel(ReducerStrategy):
                     "micro-batches are computed one after the other. Use --strategy ddp."
                 )
                 return super().run_microbatches(microbatches[first:], work)
-            self._gather(chunk, results)
+            self._gather(chunk, losses)
             work.backward_done()
 
     def close(self) -> None:
@@ -109,16 +100,16 @@ class DataParallel(ReducerStrategy):
             for replica_module, module in zip(replica.modules(), self.module.modules(), strict=True):
                 replica_module.training = module.training
 
-    def _apply(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> list[_MicrobatchResult]:
+    def _apply(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> list[Loss]:
         """Run forward and backward of one micro-batch per replica, in parallel."""
 
-        def compute(replica: nn.Module, microbatch: MicroBatch, device: torch.device) -> _MicrobatchResult:
+        def compute(replica: nn.Module, microbatch: MicroBatch, device: torch.device) -> Loss:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             batch = to_device(microbatch.batch, device)
             loss = work.forward_unseeded(replica, MicroBatch(microbatch.index, batch, microbatch.num_samples, 0))
             work.scale_loss(loss.sum).backward()  # type: ignore[no-untyped-call]
-            return _MicrobatchResult(replica, loss)
+            return loss
 
         for replica in self._replicas:
             _copy_buffers(replica, self.module)
@@ -130,22 +121,22 @@ class DataParallel(ReducerStrategy):
         ]
         return [future.result() for future in running]
 
-    def _gather(self, microbatches: Sequence[MicroBatch], results: Sequence[_MicrobatchResult]) -> None:
+    def _gather(self, microbatches: Sequence[MicroBatch], losses: Sequence[Loss]) -> None:
         """Add the gradients on the first device, micro-batch by micro-batch, as one process would."""
         own = dict(self.module.named_parameters())
-        for microbatch, result in zip(microbatches, results, strict=True):
+        for replica, microbatch, loss in zip(self._replicas, microbatches, losses, strict=False):
             self._begin_microbatch()
             with torch.no_grad():
-                for name, parameter in result.replica.named_parameters():
+                for name, parameter in replica.named_parameters():
                     total = own[name].grad
                     if parameter.grad is not None and total is not None:
                         total.add_(parameter.grad.to(total.device))
-            _copy_buffers(self.module, result.replica)
-            weight = result.loss.weight
+            _copy_buffers(self.module, replica)
+            weight = loss.weight
             self.reducer.end_microbatch(
                 microbatch.num_samples,
                 weight.to(self._devices[0]) if isinstance(weight, torch.Tensor) else weight,
-                result.loss.sum.detach().to(self._devices[0]),
+                loss.sum.detach().to(self._devices[0]),
                 microbatch.checksum,
             )
 

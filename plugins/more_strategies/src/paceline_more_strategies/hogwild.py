@@ -29,17 +29,11 @@ from paceline.parallel.strategy import DDP
 from paceline.parallel.transports import map_shared
 from paceline.parallel.world import World
 from paceline.training.control import ControlFlags
-from paceline.training.group_context import Engine, GroupContext, OpenStep
+from paceline.training.group_context import GroupContext, OpenStep
 from paceline.training.run_context import RunContext
 from paceline.training.state_manager import StateManager
 from paceline.training.step import require_finite
-from paceline_more_strategies.asynchronous import (
-    Staleness,
-    SyncPoints,
-    compute_step,
-    gather_requests,
-    require_asynchronous,
-)
+from paceline_more_strategies.asynchronous import AsynchronousEngine, compute_step, gather_requests
 
 _ALIGNMENT = 64
 _TAKEN, _APPLIED = 0, 1
@@ -129,31 +123,21 @@ class SharedModel:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
 
-class HogwildEngine(Engine):
+class HogwildEngine(AsynchronousEngine):
     """All processes update one model.
 
     A sync point comes at least every ``--log-every`` steps: no process sees what the others do before.
     """
 
-    validate = staticmethod(require_asynchronous)
-
     def __init__(self, run: RunContext, states: StateManager, world: World) -> None:
         super().__init__(run, states, world)
         self._model = SharedModel(states.state.module, world, str(run.directory.path))
-        self._sync_points = SyncPoints(run.config, run.data)
-        self._staleness = Staleness()
         self._scheduled = states.state.progress.step
         self._worker_steps = [0] * world.world_size
 
     def close(self) -> None:
         """Close the shared model."""
         self._model.close()
-
-    @property
-    def extra_results(self) -> dict[str, Any]:
-        """How old gradients were, and how many steps each process computed."""
-        staleness = self._world.broadcast_object(self._staleness.report() if self._world.rank == 0 else None)
-        return {"staleness": staleness, "worker_steps": self._worker_steps}
 
     def steps(self, group: GroupContext) -> Generator[OpenStep, None, ControlFlags]:
         """Take one step after another, until all up to the next sync point are taken; the caller computes none."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import distributed as dist
@@ -215,6 +215,10 @@ class PipeDream(Pipeline):
         self._following = None
 
     def overlap_next(self, following: Sequence[MicroBatch]) -> None:
+        """Announce, within a step, that another one follows at once, with these micro-batches of this rank.
+
+        Without this call, a step ends when all ranks have done it, and nothing of the next.
+        """
         self._following = following
 
     def run_microbatches(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
@@ -318,17 +322,6 @@ class _NextStep:
 # --- The engine: it decides where steps may overlap ---
 
 
-class _OverlapsSteps(Protocol):
-    def overlap_next(self, following: Sequence[MicroBatch]) -> None:
-        """Announce, within a step, that another one follows at once.
-
-        Without this call, a step ends when all ranks have done it, and nothing of the next.
-
-        Args:
-            following: this rank's micro-batches in the next step.
-        """
-
-
 class StepOverlap(StepHook):
     """Reads one step ahead, and lets the strategy begin the next step within the current one.
 
@@ -377,7 +370,7 @@ class StepOverlap(StepHook):
         if self._overlapping:
             following = self._loader.fetch(after.epoch, after.step_in_epoch, strategy.microbatches)
             self._read = ((after.epoch, after.step_in_epoch), following)
-            cast(_OverlapsSteps, strategy).overlap_next(following)
+            cast(Any, strategy).overlap_next(following)
 
     def filter_request(self, flags: ControlFlags) -> ControlFlags:
         """Return no flag while steps overlap: the next step then waits for all ranks, and returns them."""

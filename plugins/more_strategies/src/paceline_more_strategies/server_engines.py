@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Generator, Iterator, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -26,7 +26,7 @@ from paceline.parallel.peer_errors import translate_peer_errors
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.world import World
 from paceline.training.control import ControlFlags, StopCause
-from paceline.training.group_context import Engine, GroupContext, OpenStep
+from paceline.training.group_context import GroupContext, OpenStep
 from paceline.training.reproducibility import deterministic_kernels
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainProgress
@@ -34,12 +34,10 @@ from paceline.training.state_manager import StateManager
 from paceline.training.step import require_finite
 from paceline.training.trainer import SyncEngine
 from paceline_more_strategies.asynchronous import (
-    Staleness,
+    AsynchronousEngine,
     StalenessBound,
-    SyncPoints,
     compute_step,
     gather_requests,
-    require_asynchronous,
     require_no_callback,
 )
 from paceline_more_strategies.messages import AnySourceReceiver, TensorBundle
@@ -130,8 +128,7 @@ class _Command(IntEnum):
     """To a server: apply the gradients of a worker."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Push:
+class _Push(NamedTuple):
     """A worker's message about a step, in float64 numbers, sent with its gradients.
 
     Attributes:
@@ -165,13 +162,10 @@ class _Push:
         )
 
 
-_PUSH_LENGTH = len(dataclasses.fields(_Push))
-
-
 # --- Asynchronous: the parts of workers and servers in an interval ---
 
 
-class AsyncServerEngine(Engine):
+class AsyncServerEngine(AsynchronousEngine):
     """The servers apply whole steps' gradients as they arrive.
 
     Attributes:
@@ -181,14 +175,9 @@ class AsyncServerEngine(Engine):
 
     order: Iterator[int] | None = None
 
-    validate = staticmethod(require_asynchronous)
-
     def __init__(self, run: RunContext, states: StateManager, world: World) -> None:
         super().__init__(run, states, world)
         module = states.state.module
-        self._sync_points = SyncPoints(run.config, run.data)
-        self._staleness = Staleness()
-        self._worker_steps: list[int] = []
         # Steps that wait for earlier ones, and their learning rates, by number in the epoch.
         self._applied: dict[int, tuple[StepSums, list[float]]] = {}
         # Messages go to whichever worker is ready, in an order that NCCL cannot follow.
@@ -203,18 +192,11 @@ class AsyncServerEngine(Engine):
         self._inbox: AnySourceReceiver | None = None
         if world.rank == 0:
             self._worker_steps = [0] * len(self._workers)
-            self._inbox = AnySourceReceiver(world, self._workers, _PUSH_LENGTH, _Tag.HEADER)
+            self._inbox = AnySourceReceiver(world, self._workers, len(_Push._fields), _Tag.HEADER)
 
     def close(self) -> None:
         if self._inbox is not None:
             self._inbox.close()
-
-    @property
-    def extra_results(self) -> dict[str, Any]:
-        """Rank 0's counts: how old gradients were, and how many steps each worker computed."""
-        staleness = self._world.broadcast_object(self._staleness.report() if self._world.rank == 0 else None)
-        worker_steps = self._world.broadcast_object(self._worker_steps)
-        return {"staleness": staleness, "worker_steps": worker_steps}
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
         return self._servers.gather_state(state)
@@ -398,7 +380,7 @@ class AsyncServerEngine(Engine):
             finite=sums.finite,
             stop=stop,
         )
-        self._send(0, _Tag.HEADER, torch.tensor(dataclasses.astuple(push), dtype=torch.float64))
+        self._send(0, _Tag.HEADER, torch.tensor(push, dtype=torch.float64))
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trainable]
         used = torch.tensor([parameter.grad is not None for parameter in self._trainable], dtype=torch.uint8)
         self._changed_buffers.pack([*self._buffers, *self._buffer_bundle.views])
