@@ -154,9 +154,6 @@ def matching_exactly(module: nn.Module, layers: list[str]) -> list[str] | str:
 def merge_adapters(state: Mapping[str, Any], lora: Lora) -> dict[str, Any]:
     """Merge adapters: return the state of an equivalent model without them.
 
-    Args:
-        state: of a model that :func:`add_adapters` has changed.
-
     Returns:
         The input of ``load_state_dict`` of the task's own model.
     """

@@ -31,7 +31,6 @@ class Lora:
     Attributes:
         rank: rows of A, columns of B.
         alpha: scales the product, as above.
-        dropout: probability of dropping an adapter's input.
         targets: patterns of the layers' names; :data:`ALL_LINEAR` alone for all.
         quantize: what the weights of these layers are quantized to; None: nothing.
     """

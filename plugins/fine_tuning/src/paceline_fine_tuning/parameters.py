@@ -22,11 +22,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def require_match(option: str, pattern: str, module: nn.Module, others: Iterable[str] = ()) -> None:
-    """Refuse a pattern that names nothing in a model.
-
-    Args:
-        option: the option's name, such as ``--freeze``.
-    """
+    """Refuse a pattern that names nothing in a model."""
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     if any(matches(pattern, name) for name in (*parameters, *others)):
         return

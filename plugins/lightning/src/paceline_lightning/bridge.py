@@ -204,11 +204,7 @@ class Schedulers:
 
 
 class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is not installed
-    """A real ``Trainer``, so that callbacks find its attributes; its numbers are those of the run.
-
-    Args:
-        datamodule: the source of the data, or None.
-    """
+    """A real ``Trainer``, so that callbacks find its attributes; its numbers are those of the run."""
 
     def __init__(self, module: pl.LightningModule, datamodule: Any, given: list[pl.Callback]) -> None:
         with silence_loggers_and_warnings("lightning.pytorch.utilities.rank_zero"):
@@ -324,9 +320,6 @@ _PREFIXES = {"val": "on_validation", "test": "on_test"}
 class LightningBridge(Callback):
     """Connects the module of one training state with Lightning's trainer.
 
-    Args:
-        datamodule: the source of the data, or None.
-
     Raises:
         TaskError: the module or a callback does what cannot be kept.
     """
@@ -400,7 +393,6 @@ class LightningBridge(Callback):
 
         Args:
             model: the module, also wrapped, or a copy of it.
-            batch: on its device.
         """
         module = _inside(model)
         name = _STEPS[self.batch_info.split]

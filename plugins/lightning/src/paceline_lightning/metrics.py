@@ -187,11 +187,7 @@ class MetricRecorder:
 
 
 class Replayed:
-    """A metric as the task's ``build_metrics`` returns it, whichever module has it just then.
-
-    Args:
-        taps: gives those of the module as it is.
-    """
+    """A metric as the task's ``build_metrics`` returns it, whichever module has it just then."""
 
     def __init__(self, taps: Any, path: str) -> None:
         self._taps = taps

@@ -34,14 +34,9 @@ class DataBuilder:
     """Builds a dataset from ``--data`` or ``--val-data``.
 
     Attributes:
-        option: its name, for messages.
-        vocabulary: tokens of the model.
         context: most tokens of a document, and tokens of a sample of ``bin:``.
         pack: tokens of a pack; None: documents are samples.
-        concat: documents are joined and cut into packs.
         tokens: of an epoch, or of a run on a stream; None: as many as the data has.
-        tokenizer: returns the model's tokenizer, which documents need.
-        digests: of what was built, by source.
         summary: a line for each source, and the first document.
     """
 
@@ -59,7 +54,6 @@ class DataBuilder:
         """Build the dataset.
 
         Args:
-            value: of the option.
             key: of the order in packs and mixtures.
 
         Raises:

@@ -46,8 +46,6 @@ class ModelToWrite:
 
     Attributes:
         module: in evaluation mode, on the CPU.
-        directory: of its run.
-        path: of its checkpoint.
         split: from which the batch is, in words.
     """
 
@@ -78,11 +76,7 @@ def export_directory(
     """Write a run's model as another library's directory, compare it as loaded from there, and give it its name.
 
     Args:
-        kind: the format, for messages.
-        write: writes it.
-        request: what to export.
         output: the directory; by default the format's name inside the run's directory.
-        on_stage: called with the name of each stage.
 
     Raises:
         UserError: run, checkpoint, task or options cannot work, or the directory holds something else.

@@ -81,15 +81,12 @@ class DocumentStream:
 
     Args:
         place: a file, a pattern, or an address of either.
-        encoder: of documents.
         vocabulary: tokens are below.
         pack: tokens of a pack; None: documents are samples.
         concat: join the documents of a block and cut them into packs, in place of packing whole ones.
 
     Attributes:
         digest: of the files' names, sizes and versions.
-        units: what the audit counts.
-        run_samples: to train on, if that is known.
 
     Raises:
         TaskError: there is no such file, or the store does not give it.

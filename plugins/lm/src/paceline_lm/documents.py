@@ -47,8 +47,6 @@ class Documents(Dataset[dict[str, torch.Tensor]]):
 
     Attributes:
         digest: of the tokens and their labels.
-        lengths: tokens of each document.
-        tokens: of all documents.
         counts: documents that were left out because they have no label (``unlabelled``), documents that were cut
             (``cut``), their tokens that are left out (``tokens_cut``), texts that were divided (``divided``), documents
             whose labels have no special token, such as the end of a turn (``endless``), tokens with a label

@@ -21,7 +21,6 @@ class Encoded(NamedTuple):
     """A document, or a piece of one.
 
     Attributes:
-        tokens: their numbers.
         labelled: for each token, whether it is a label; never the first, which nothing precedes.
         num_cut: tokens of the document beyond the context, which are left out.
     """

@@ -35,7 +35,6 @@ def write_hf(trained: ModelToWrite, directory: Path, quantization: Quantization 
 
     Args:
         trained: its module is a ``PreTrainedModel``; adapters are merged into it.
-        quantization: "bf16" writes the weights in bfloat16; None as they were trained.
 
     Returns:
         The model that transformers loads from the directory.

@@ -23,12 +23,7 @@ _CYCLE = 10_000
 
 @dataclass
 class SourceOrder:
-    """Scatters sources over the positions of an epoch, in each of which a source has its count of them.
-
-    Attributes:
-        counts: positions of each source.
-        key: of the order.
-    """
+    """Scatters sources over the positions of an epoch, in each of which a source has its count of them."""
 
     counts: Sequence[int]
     key: int
@@ -41,11 +36,7 @@ class SourceOrder:
         return int(self._starts[-1])
 
     def locate(self, epoch: int, position: int) -> tuple[int, int]:
-        """Return the source of a position, and a number below its count that no other position of the epoch has.
-
-        Raises:
-            IndexError: there is no such position.
-        """
+        """Return the source of a position, and a number below its count that no other position of the epoch has."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = Permutation(len(self), derive_key(self.key, _PLACE, epoch))
@@ -60,7 +51,6 @@ class Share:
 
     Attributes:
         source: a map-style dataset; with an attribute ``tokens``, the number of tokens in it, its weight is in tokens.
-        weight: in proportion to the other sources'.
         count: samples of an epoch.
     """
 
@@ -125,11 +115,7 @@ class Mixture(Dataset[Any]):
                 share.source.keep_plans(self._epoch * share.count // len(share.source))
 
     def locate(self, number: int) -> tuple[int, int, int]:
-        """Return the source of a sample of this epoch, the source's pass, and the sample's number in the source.
-
-        Raises:
-            IndexError: there is no such sample.
-        """
+        """Return the source of a sample of this epoch, the source's pass, and the sample's number in the source."""
         which, within = self._order.locate(self._epoch, number)
         share = self.shares[which]
         turn, position = divmod(self._epoch * share.count + within, len(share.source))
@@ -198,7 +184,6 @@ class StreamMixture:
 
     Attributes:
         counts: of each source, of 10,000 positions or about as many.
-        run_samples: to train on, if that is known.
 
     Raises:
         TaskError: a weight is not a positive number, or there is not one for each source.

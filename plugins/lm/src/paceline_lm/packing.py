@@ -45,8 +45,6 @@ def plan_packs(lengths: NDArray[np.int64], capacity: int, key: int, num_packs: i
 
     Args:
         lengths: tokens of each document, 1 to ``capacity``.
-        capacity: tokens of a pack.
-        key: of the order.
         num_packs: at least :func:`count_packs`, and at most the number of documents.
     """
     for attempt in range(_ATTEMPTS):
@@ -117,7 +115,6 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
 
     Args:
         documents: of at most ``length`` tokens.
-        length: tokens of a pack.
         key: of the plans, together with the epoch.
         chosen: the numbers of the documents to pack; None: all.
     """
@@ -207,10 +204,6 @@ class ConcatenatedDocuments(Dataset[dict[str, torch.Tensor]]):
 
     A sample is ``{"input_ids", "labels"}``, each (length,), int64, and ``num_tokens``, (). Documents see those before
     them in the sample, as in a file of tokens. The last sample is padded, without labels.
-
-    Args:
-        documents: of any length.
-        length: tokens of a sample.
     """
 
     def __init__(self, documents: SizedDocuments, length: int) -> None:

@@ -62,10 +62,6 @@ class _Chain:
 
     Attributes:
         tail: the modules after the layers, each called with the result of the one before.
-
-    Args:
-        layers: each is called once, with the result of the one before.
-        ids: tokens to call the model with.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[nn.Module], ids: torch.Tensor) -> None:

@@ -24,7 +24,6 @@ class Source:
     Attributes:
         place: a file, a pattern such as ``web-*.bin``, or an address of either.
         kind: ``bin:`` for files of tokens, ``stream:`` for documents that are not encoded first, empty for others.
-        weight: None for a source alone.
     """
 
     place: str

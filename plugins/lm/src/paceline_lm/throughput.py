@@ -64,11 +64,7 @@ def count_flops(config: PreTrainedConfig, length: int, trained: nn.Module) -> fl
 
 
 class _Adapted(nn.Module):
-    """A layer with the adapter of another one.
-
-    Args:
-        down: the adapter's first matrix.
-    """
+    """A layer with the adapter of another one."""
 
     def __init__(self, layer: nn.Module, down: Any) -> None:
         super().__init__()
@@ -105,8 +101,6 @@ class Rates:
 
     Args:
         mean_tokens: of a sample without padding, until some are counted.
-        flops: returns the operations of a token.
-        counted: of this rank.
     """
 
     def __init__(self, mean_tokens: float, flops: Callable[[], float], counted: TokenCount) -> None:

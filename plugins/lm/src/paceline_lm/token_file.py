@@ -23,12 +23,10 @@ class TokenFile(Dataset[dict[str, torch.Tensor]]):
 
     Args:
         files: tokens as little-endian uint16, or uint32 for a vocabulary above 65,536; a shorter rest is left out.
-        vocabulary: tokens are below.
         context: tokens of a sample.
 
     Attributes:
         digest: of the files' sizes and of parts of them.
-        tokens: in all samples.
 
     Raises:
         TaskError: a file cannot be read, or has another size than whole tokens have, or there is not one sample.

@@ -254,9 +254,6 @@ def _require_isolation(model: PreTrainedModel, batch: Mapping[str, Any], argumen
     """Refuse packed documents if the model's output for one depends on those before it.
 
     A model that is sharded over ranks needs the same calls on all of them, so they do not depend on the batch's values.
-
-    Raises:
-        TaskError: it does.
     """
     words, positions = batch.get("input_ids"), batch.get("position_ids")
     if "attention_mask" in batch or not isinstance(words, torch.Tensor) or not isinstance(positions, torch.Tensor):
@@ -324,11 +321,7 @@ def _predicted(model: PreTrainedModel, labels: torch.Tensor) -> torch.Tensor:
 
 
 def inside_of(task: Task, model: nn.Module) -> PreTrainedModel:
-    """Return the model inside its wrappers (``DistributedDataParallel``, ``torch.compile``).
-
-    Raises:
-        TaskError: there is none.
-    """
+    """Return the model inside its wrappers (``DistributedDataParallel``, ``torch.compile``)."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             return part

@@ -36,7 +36,6 @@ class StalenessBound:
     """The workers' clocks, from one cut of the run to the next.
 
     Args:
-        workers: how many there are; they are numbered from 0.
         bound: how far ahead of the slowest a worker may begin a step; None: as far as it likes.
     """
 

@@ -319,7 +319,6 @@ class LateTensor:
     """The values of a large parameter or buffer.
 
     Attributes:
-        compute: computes it whole.
         source: the tensor in a file of which it is a copy, perhaps in another dtype; None if it has another origin.
     """
 
@@ -392,9 +391,6 @@ def build_deferred(build: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str,
     """Build a model whose large parameters and buffers are on the meta device.
 
     A model that cannot be built so is built with all its values.
-
-    Args:
-        build: builds it, with equal values each time.
 
     Returns:
         The model, and the values of its parameters and buffers on the meta device, by name.

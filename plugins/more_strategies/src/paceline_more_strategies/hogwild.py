@@ -50,7 +50,6 @@ class SharedModel:
 
     Args:
         module: its parameters are moved there, with rank 0's values.
-        world: the ranks; all of them make it together.
         lock_at: a directory whose lock a process holds while it counts.
 
     Raises:

@@ -157,7 +157,6 @@ class WorkSplitter:
     Every rank observes the same windows, so all decide alike without communication.
 
     Attributes:
-        work_split: the active ranks' numbers of micro-batches.
         speeds: their median speeds over the last windows; None before the first.
     """
 

@@ -26,7 +26,6 @@ class TensorBundle:
         views: the copies, one per tensor, with its shape.
 
     Args:
-        like: tensors of these shapes and dtypes.
         device: of the bundle. On the CPU it goes through gloo, also between GPUs; choose that where peers send in any
             order, which NCCL does not support.
 
@@ -165,7 +164,6 @@ class ParameterAverager:
     Integers are rounded down.
 
     Args:
-        world: the ranks; all of them use it alike.
         work_split: its numbers of micro-batches are the weights.
         header_length: number of float64 values of a header.
         timeout_s: how long a rank may keep the others waiting.

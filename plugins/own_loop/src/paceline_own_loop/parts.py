@@ -26,12 +26,7 @@ class ScriptParts:
     """What a script gives to its run.
 
     Attributes:
-        module: the model, or several in a ``ModuleDict``.
-        optimizers: by name; a single one is "main".
-        dataset: the training samples.
         state: by name, what else lives from one step to the next.
-        collate: turns a list of samples into a batch; None: torch's default.
-        sample_weights: of the samples, or None.
         schedules: by name, the states as built of those that are learning-rate schedules.
         names: the names of the model's parameters as built, by identity.
         trained: the models that were given in training mode.
@@ -52,11 +47,7 @@ class ScriptParts:
 
 @dataclass
 class OwnLoop(Task):
-    """The task of a script that has a loop of its own.
-
-    Attributes:
-        script: the name of its file.
-    """
+    """The task of a script that has a loop of its own."""
 
     script: str = ""
     parts: InitVar[ScriptParts | None] = None

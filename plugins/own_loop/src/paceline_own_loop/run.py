@@ -322,11 +322,7 @@ class Run:
         return total - self._states.state.progress.step
 
     def _require_state(self) -> None:
-        """Reject a scheduler that the run does not save.
-
-        Raises:
-            TaskError: a scheduler has been built for an optimizer, and the run was not given one.
-        """
+        """Reject a scheduler that the run does not save."""
         groups = (group for optimizer in self._parts.optimizers.values() for group in optimizer.param_groups)
         given = any(isinstance(part, LRScheduler) for part in self._parts.state.values())
         if not given and any("initial_lr" in group for group in groups):
@@ -410,11 +406,7 @@ class Run:
 
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
-    """Reject options that an own loop does not have.
-
-    Raises:
-        ConfigError: says what to do instead.
-    """
+    """Reject options that an own loop does not have."""
     for names, instead in (
         (OF_STEPS, "Give it to the loop: run.steps(epochs=3)."),
         (

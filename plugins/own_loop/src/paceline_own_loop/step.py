@@ -239,11 +239,7 @@ class LoopStep:
 
 
 class OptimizerGuard:
-    """Refuses steps of optimizers that are not part of :meth:`LoopStep.update`: clipping and sharding would miss them.
-
-    Args:
-        optimizers: guarded within the context.
-    """
+    """Refuses steps of optimizers outside of :meth:`LoopStep.update`: clipping and sharding would miss them."""
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self._optimizers = list(optimizers)

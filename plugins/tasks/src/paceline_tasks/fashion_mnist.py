@@ -106,8 +106,6 @@ def load_fashion_mnist(
 
     Args:
         split: "train" (N = 60,000) or "test" (N = 10,000).
-        installed: the directory of an installed package.
-        mirrors: base addresses to download from, in order.
 
     Returns:
         Images, uint8 (N, 1, 28, 28), and labels, int64 (N,).
