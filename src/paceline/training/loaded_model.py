@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -69,10 +70,11 @@ def load_model(
     manifest = directory.read_complete_manifest()
     path = select_checkpoint(directory.checkpoints, wanted)
     config = config_from_mapping(manifest["config"], str(directory.manifest))
+    built = None
     if model is None:
         with preserve_numerics():
-            _, model = _build_again(manifest, config)
-    _fill_model(path, read_checkpoint(directory, path).state, model, config)
+            _, model = built = _build_again(manifest, config)
+    _fill_model(path, read_checkpoint(directory, path, built=built).state, model, config)
     return model.to(device).eval()
 
 
@@ -231,11 +233,14 @@ def make_evaluator(trained: EvaluableModel, split: str) -> Evaluator:
     raise DataError(f"{trained.run.directory.path} has no {split} split. {hint}")
 
 
-def read_checkpoint(directory: RunDirectory, path: Path, *, task: str = "") -> Checkpoint:
+def read_checkpoint(
+    directory: RunDirectory, path: Path, *, task: str = "", built: tuple[Task, nn.Module] | None = None
+) -> Checkpoint:
     """Read a checkpoint of a run, with the frozen parameters that it leaves out: the run's model is built again.
 
     Args:
         task: where the task's class is now, if not where it was when the run was trained.
+        built: the task and its model, on the CPU, where they are built already; they stay as they are.
 
     Raises:
         CheckpointError: it is damaged.
@@ -247,7 +252,7 @@ def read_checkpoint(directory: RunDirectory, path: Path, *, task: str = "") -> C
     state, manifest = dict(checkpoint.state), directory.read_complete_manifest()
     config = config_from_mapping(manifest["config"], str(directory.manifest))
     with preserve_numerics():
-        its, module = _build_again(manifest, config, task)
+        its, module = _build_again(manifest, config, task) if built is None else (built[0], deepcopy(built[1]))
         require_base(its.frozen_base(), state["base"])
         build_preparation(config).prepare(module)
     for part, names in frozen_parameters(module).items():

@@ -162,10 +162,8 @@ class LanguageModel(TransformersTask):
         """Return the model's files, unless some weights were initialised."""
         if self._is_pretrained and self._base is None:
             folder = Path(cached_file(self.model, "config.json", local_files_only=True)).parent
-            digests = []
-            for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-                with path.open("rb") as file:
-                    digests.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n")
+            paths = sorted([folder / "config.json", *folder.glob("*.safetensors")])
+            digests = [f"{each.name} {_sha256(each, each.stat().st_size, each.stat().st_mtime_ns)}\n" for each in paths]
             self._base = {"address": self.model, "sha256": hashlib.sha256("".join(digests).encode()).hexdigest()}
         return self._base
 
@@ -324,6 +322,13 @@ class _ReportWithSamples(_Report):
 
     def on_eval_begin(self, split: str, module: nn.Module) -> None:
         self.log_samples(module)
+
+
+@cache
+def _sha256(path: Path, size: int, changed_ns: int) -> str:
+    """Return the digest of a file, which this process reads again only if its size or time of change is another."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _require_hub(name: str) -> None:
