@@ -14,7 +14,7 @@ from paceline.core.errors import TaskError
 from paceline.core.files import check_location, is_address
 from paceline.data.order import derive_key
 from paceline_lm.document_stream import DocumentStream
-from paceline_lm.documents import Documents, read_documents, require_fast
+from paceline_lm.documents import Documents, read_documents
 from paceline_lm.encoding import Encoder
 from paceline_lm.mixture import Mixture, StreamMixture
 from paceline_lm.packing import ConcatenatedDocuments, PackedDocuments
@@ -77,11 +77,11 @@ class DataBuilder:
         return mixture
 
     def _open_streams(self, sources: Sequence[Source]) -> DocumentStream | StreamMixture:
-        streams = []
+        streams, encoder = [], Encoder(self.tokenizer(), self.context)
         for source in sources:
             if is_address(source.place):
                 check_location(source.place, self.option)
-            stream = DocumentStream(source.place, self._encoder(), self.vocabulary, self.pack, concat=self.concat)
+            stream = DocumentStream(source.place, encoder, self.vocabulary, self.pack, concat=self.concat)
             self.digests[str(source)] = stream.digest
             self.summary.append(stream.summary)
             streams.append(stream)
@@ -100,11 +100,6 @@ class DataBuilder:
                 f"{data.mean_tokens:,.1f} on average"
             )
         return data
-
-    def _encoder(self) -> Encoder:
-        tokenizer = self.tokenizer()
-        require_fast(tokenizer)
-        return Encoder(tokenizer, self.context)
 
     def _read(self, source: Source, key: int, *, is_first: bool) -> Documents | Packs | TokenFile:
         files = source.files(self.option)

@@ -82,10 +82,7 @@ class Documents(Dataset[dict[str, torch.Tensor]]):
         self.digest = recorded["digest"]
         self.counts: dict[str, int] = parse_json(recorded["counts"])
         self.lengths: NDArray[np.int64] = np.diff(self._offsets)
-
-    @property
-    def tokens(self) -> int:
-        return int(self._offsets[-1])
+        self.tokens = int(self._offsets[-1])
 
 
 def read_documents(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, context: int) -> Documents:
@@ -97,6 +94,7 @@ def read_documents(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, co
     Raises:
         TaskError: a file cannot be read, a line is not a document, or no document has a label.
     """
+    encoder = Encoder(tokenizer, context)
     with ExitStack() as stack:
         contents = []
         for file in files:
@@ -109,7 +107,7 @@ def read_documents(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, co
         encoded = user_directory("cache") / "tokens" / f"{name}.safetensors"
         if not encoded.is_file():
             encoded.parent.mkdir(parents=True, exist_ok=True)
-            _encode(files, encoded, Encoder(tokenizer, context))
+            _encode(files, encoded, encoder)
     return Documents(encoded)
 
 
@@ -123,7 +121,6 @@ def _lock(content: BufferedReader) -> Iterator[None]:
 
 def _name(contents: Sequence[BufferedReader], tokenizer: PreTrainedTokenizerBase, context: int) -> str:
     """Return a digest of all that decides the tokens."""
-    require_fast(tokenizer)
     settings = {
         "format": _FORMAT,
         "documents": [hashlib.file_digest(content, "sha256").hexdigest() for content in contents],
@@ -133,12 +130,6 @@ def _name(contents: Sequence[BufferedReader], tokenizer: PreTrainedTokenizerBase
         "context": context,
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
-def require_fast(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that does not say which characters a token is of."""
-    if not tokenizer.is_fast:
-        raise TaskError(f"{type(tokenizer).__name__} has no tokenizer.json, which hf:MODEL needs to find the labels.")
 
 
 def _encode(files: Sequence[Path], target: Path, encoder: Encoder) -> None:

@@ -44,15 +44,22 @@ class Encoder:
 
     Attributes:
         special: the tokenizer's special tokens, one of which ends an answer.
+
+    Raises:
+        TaskError: the tokenizer is a slow one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
+        if not tokenizer.is_fast:  # which does not say which characters a token is of
+            raise TaskError(f"{type(tokenizer).__name__} has no tokenizer.json, which hf:MODEL needs to find labels.")
         self._tokenizer = tokenizer
         self._context = context
         controls = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special = frozenset(controls)
         self._controls = [str(token.content) for token in controls.values()]
-        self._marks_answers = re.search(r"{%-?\s*generation\s*-?%}", _template(tokenizer)) is not None
+        template = tokenizer.chat_template
+        template = template.get("default") if isinstance(template, dict) else template
+        self._marks_answers = re.search(r"{%-?\s*generation\s*-?%}", template or "") is not None
 
     def __call__(self, record: Mapping[str, Any]) -> list[Encoded]:
         """Encode a record: one document, or the pieces of a text.
@@ -260,11 +267,6 @@ _OTHER_FORMATS = {
 
 def _without_first_label(tokens: list[int], labelled: list[bool], num_cut: int = 0) -> Encoded:
     return Encoded(tokens, [False, *labelled[1:]] if labelled else [], num_cut)
-
-
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
-    template = tokenizer.chat_template
-    return template.get("default", "") if isinstance(template, dict) else template or ""
 
 
 def _is_answer(message: Any) -> bool:

@@ -117,6 +117,11 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
         documents: of at most ``length`` tokens.
         key: of the plans, together with the epoch.
         chosen: the numbers of the documents to pack; None: all.
+
+    Attributes:
+        tokens: of the documents.
+        fill: the share of the packs' tokens that is not padding.
+        units: what the packs of an epoch contain once, for the audit.
     """
 
     def __init__(
@@ -128,6 +133,9 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
         self._chosen = np.arange(len(documents)) if chosen is None else chosen
         self._num_packs = count_packs(documents.lengths[self._chosen], length)
         self._longest = int(documents.lengths.max())
+        self.tokens = int(documents.lengths[self._chosen].sum())
+        self.fill = self.tokens / (self._num_packs * length)
+        self.units = {"documents": len(self._chosen)}
         self._epoch = 0
         self._plans: dict[int, PackingPlan] = {}
 
@@ -142,21 +150,6 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
     def keep_plans(self, first: int) -> None:
         """Forget the plans of epochs before one."""
         self._plans = {which: plan for which, plan in self._plans.items() if which >= first}
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the documents."""
-        return int(self.documents.lengths[self._chosen].sum())
-
-    @property
-    def units(self) -> dict[str, int]:
-        """What the packs of an epoch contain once, for the audit."""
-        return {"documents": len(self._chosen)}
-
-    @property
-    def fill(self) -> float:
-        """The share of the packs' tokens that is not padding."""
-        return self.tokens / (self._num_packs * self._length)
 
     def numbers(self, pack: int, epoch: int | None = None) -> list[int]:
         """Return the numbers of the documents in a pack of an epoch; by default, of this one."""
@@ -203,13 +196,17 @@ class ConcatenatedDocuments(Dataset[dict[str, torch.Tensor]]):
     """Documents one after another, cut into samples of one length, as for pretraining.
 
     A sample is ``{"input_ids", "labels"}``, each (length,), int64, and ``num_tokens``, (). Documents see those before
-    them in the sample, as in a file of tokens. The last sample is padded, without labels.
+    them in the sample, as in a file of tokens. The last sample is padded, without labels. The attributes are those of
+    :class:`PackedDocuments`.
     """
 
     def __init__(self, documents: SizedDocuments, length: int) -> None:
         self._documents = documents
         self._length = length
         self._starts = np.concatenate([[0], np.cumsum(documents.lengths)])
+        self.tokens = int(self._starts[-1])
+        self.fill = self.tokens / (len(self) * length)
+        self.units = {"documents": len(documents)}
 
     def __len__(self) -> int:
         return -(-self.tokens // self._length)
@@ -220,21 +217,6 @@ class ConcatenatedDocuments(Dataset[dict[str, torch.Tensor]]):
         start = number * self._length - int(self._starts[first])
         parts = [self._documents[each] for each in range(first, min(last, len(self._documents)))]
         return _join(parts, slice(start, start + self._length))
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the documents."""
-        return int(self._starts[-1])
-
-    @property
-    def units(self) -> dict[str, int]:
-        """What the samples of an epoch contain once, for the audit."""
-        return {"documents": len(self._documents)}
-
-    @property
-    def fill(self) -> float:
-        """The share of the samples' tokens that is not padding."""
-        return self.tokens / (len(self) * self._length)
 
     def count_beginning(self, number: int) -> int:
         """Return how many documents begin in a sample."""

@@ -67,12 +67,10 @@ def show_task(
     kinds = {
         name: hint for kind in reversed(LanguageModel.__mro__) for name, hint in inspect.get_annotations(kind).items()
     }
-    fields = [f"    {name}: {kinds[name]} = {_literal(getattr(loaded, name))}" for name in given]
+    values = {name: getattr(loaded, name) for name in given}
+    literals = {name: json.dumps(each) if isinstance(each, str) else repr(each) for name, each in values.items()}
+    fields = [f"    {name}: {kinds[name]} = {literal}" for name, literal in literals.items()]
     methods: list[Any] = [TransformersTask.build_optimizer, TransformersTask.build_scheduler]
     sources = [textwrap.indent(textwrap.dedent(inspect.getsource(method)), "    ") for method in methods]
     print(_FILE.format(fields="\n".join(fields), methods="\n".join(sources).rstrip()), end="")
     return 0
-
-
-def _literal(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str) else repr(value)

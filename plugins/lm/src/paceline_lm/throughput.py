@@ -77,37 +77,25 @@ class _Adapted(nn.Module):
         return outputs + nn.functional.linear(self._down(inputs), up)
 
 
-class TokenCount:
-    """Counts the tokens of this rank's batches, with and without padding."""
-
-    def __init__(self) -> None:
-        self._counts: list[tuple[torch.Tensor, int, int]] = []
-
-    def add(self, batch: Mapping[str, Any]) -> None:
-        """Count a batch of documents, or packs of them; no values of tensors are read yet."""
-        inside, words = batch.get("num_tokens", batch.get("attention_mask")), batch.get("input_ids")
-        if isinstance(inside, torch.Tensor) and isinstance(words, torch.Tensor) and not isinstance(words, FakeTensor):
-            self._counts.append((inside.sum(), words.numel(), len(words)))
-
-    def take(self) -> tuple[int, int, int]:
-        """Return the tokens since the last call: without and with padding; and the samples."""
-        counts, self._counts = self._counts, []
-        tokens = int(torch.stack([each for each, _, _ in counts]).sum()) if counts else 0
-        return tokens, sum(numel for _, numel, _ in counts), sum(samples for _, _, samples in counts)
-
-
 class Rates:
     """What is logged of a training's tokens: their rate, FLOPs, the share of the peak, and of padding.
 
     Args:
         mean_tokens: of a sample without padding, until some are counted.
+        flops: returns the operations of a token.
     """
 
-    def __init__(self, mean_tokens: float, flops: Callable[[], float], counted: TokenCount) -> None:
+    def __init__(self, mean_tokens: float, flops: Callable[[], float]) -> None:
         self._mean_tokens = mean_tokens
         self._flops = flops
-        self._counted = counted
+        self._counts: list[tuple[torch.Tensor, int, int]] = []
         self._group: RankInfo | None = None
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        """Count this rank's tokens in a batch of documents, or packs of them; no values of tensors are read yet."""
+        inside, words = batch.get("num_tokens", batch.get("attention_mask")), batch.get("input_ids")
+        if isinstance(inside, torch.Tensor) and isinstance(words, torch.Tensor) and not isinstance(words, FakeTensor):
+            self._counts.append((inside.sum(), words.numel(), len(words)))
 
     def attach(self, group: RankInfo) -> None:
         """Begin with a group of ranks."""
@@ -117,7 +105,10 @@ class Rates:
     def measure(self) -> Mapping[str, float]:
         """Return the share of padding since the last record; all ranks call this together."""
         assert self._group is not None
-        tokens, places, samples = map(sum, zip(*self._group.gather(self._counted.take()), strict=True))
+        counts, self._counts = self._counts, []
+        inside = int(torch.stack([each for each, _, _ in counts]).sum()) if counts else 0
+        own = (inside, sum(numel for _, numel, _ in counts), sum(number for _, _, number in counts))
+        tokens, places, samples = map(sum, zip(*self._group.gather(own), strict=True))
         if not places:
             return {}
         self._log(tokens / samples)

@@ -201,22 +201,17 @@ def _call_with_loss(model: nn.Module, inside: PreTrainedModel, arguments: Mappin
     return outputs
 
 
-def _own_forward(module: nn.Module) -> Any:
-    """Return the function that a module calls in place of its class's; None without one."""
-    forward = vars(module).get("forward")
-    return getattr(forward, "__func__", forward)
-
-
 def _ends_with_head(model: PreTrainedModel, words: Any) -> bool:
     """Return whether a model's loss is the cross entropy of the next token, and its logits what a linear head returns.
 
     Other logits are scaled, capped, or come from several heads. All ranks decide alike, without the batch's values.
     """
     head = model.get_output_embeddings()
+    replaced = None if head is None else vars(head).get("forward")
     if (
         not isinstance(head, nn.Linear)
         or type(head).forward is not nn.Linear.forward  # such as with adapters
-        or not isinstance(_own_forward(head), CheckpointedForward | None)
+        or not isinstance(getattr(replaced, "__func__", replaced), CheckpointedForward | None)
         or model.loss_function is not ForCausalLMLoss
         or model.config.is_encoder_decoder
         or getattr(model.config, "output_router_logits", False)
@@ -258,7 +253,10 @@ def _require_isolation(model: PreTrainedModel, batch: Mapping[str, Any], argumen
     words, positions = batch.get("input_ids"), batch.get("position_ids")
     if "attention_mask" in batch or not isinstance(words, torch.Tensor) or not isinstance(positions, torch.Tensor):
         return
-    if words.dim() != 2 or words.shape[1] < 4 or _is_traced(words, model):
+    if words.dim() != 2 or words.shape[1] < 4:
+        return
+    # There is nothing to compare in `paceline plan`, and where other ranks hold the layers.
+    if isinstance(words, FakeTensor) or any(parameter.is_meta for parameter in model.parameters()):
         return
     words = words[:1, : 2 * (getattr(model.config, "max_position_embeddings", None) or words.shape[1])]
     half = words.shape[1] // 2
@@ -287,11 +285,6 @@ def _is_packed(batch: Mapping[str, Any]) -> bool:
         and isinstance(positions, torch.Tensor)
         and bool((positions.diff(dim=-1) < 0).any())
     )
-
-
-def _is_traced(words: torch.Tensor, model: nn.Module) -> bool:
-    """Return whether there are no values to compare: in ``paceline plan``, and where other ranks hold the layers."""
-    return isinstance(words, FakeTensor) or any(parameter.is_meta for parameter in model.parameters())
 
 
 class Perplexity(Callback):
