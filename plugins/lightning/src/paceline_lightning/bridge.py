@@ -243,11 +243,6 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
         elif epochs is not None:
             self.check_val_every_n_epoch = epochs
 
-    @property
-    def validates_each_epoch(self) -> bool:
-        """Whether each epoch has one evaluation, at its end."""
-        return bool(self.val_check_interval == 1.0 and self.check_val_every_n_epoch == 1)
-
     def enter_group(self, group: RankInfo) -> None:
         """Take over the rank in a group; loggers write on rank 0 only."""
         self._group = group
@@ -383,8 +378,9 @@ class LightningBridge(Callback):
     def plan(self, schedule: RunSchedule) -> None:
         """Take over the run's length and its interval of evaluations."""
         self.trainer.plan(schedule)
+        validates = (self.trainer.val_check_interval, self.trainer.check_val_every_n_epoch)
         for callback in self._undecided:
-            callback._check_on_train_epoch_end = self.trainer.validates_each_epoch
+            callback._check_on_train_epoch_end = validates == (1.0, 1)  # at the end of each epoch
 
     # --- batches
 
@@ -400,7 +396,8 @@ class LightningBridge(Callback):
         self.taps.on_batch_begin()
         # Hooks of the datamodule come first, as in Lightning.
         for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
-            owner = self._datamodule if _overrides(hook, self._datamodule) else module
+            overrides = self._datamodule is not None and is_overridden(hook, self._datamodule)
+            owner = self._datamodule if overrides else module
             batch = getattr(owner, hook)(batch, 0)
         step = getattr(module, name)
         number = (
@@ -689,10 +686,6 @@ def _is_weights(value: Any, own: Collection[nn.Module]) -> bool:
     if isinstance(value, nn.Module):
         return value not in own and any(True for _ in value.parameters())
     return isinstance(value, Mapping) and any(isinstance(each, torch.Tensor) for each in value.values())
-
-
-def _overrides(hook: str, owner: Any) -> bool:
-    return owner is not None and bool(is_overridden(hook, owner))
 
 
 def _inside(model: nn.Module) -> pl.LightningModule:

@@ -83,11 +83,15 @@ class PowerSGD:
     def gather_state(self) -> dict[str, Any]:
         """Gather all ranks' state on rank 0; a collective."""
         errors, factors = self._by_parameter()
+        is_first = self._world.rank == 0
         of_all: dict[str, torch.Tensor] = {}
         with translate_peer_errors():
             for name, parameter in self._named.items():
                 if id(parameter) in errors:
-                    of_all[name] = self._gather_errors(errors[id(parameter)] / self._scale)
+                    error = (errors[id(parameter)] / self._scale).contiguous()
+                    parts = [torch.empty_like(error) for _ in range(self._world.world_size if is_first else 0)]
+                    dist.gather(error, parts or None, group=self._world.group, group_dst=0)
+                    of_all[name] = torch.stack(parts) if is_first else error
         return {
             "steps": self._state.iter,
             "errors": of_all,
@@ -108,13 +112,6 @@ class PowerSGD:
                 self._errors[id(parameter)] = own * self._scale
             if name in saved["factors"]:
                 self._factors[id(parameter)] = saved["factors"][name].to(parameter, copy=True)
-
-    def _gather_errors(self, error: torch.Tensor) -> torch.Tensor:
-        """Stack the errors of all ranks, on rank 0."""
-        stacked = error.new_empty((self._world.world_size, *error.shape)) if self._world.rank == 0 else None
-        parts = None if stacked is None else list(stacked.unbind())
-        dist.gather(error.contiguous(), parts, group=self._world.group, group_dst=0)
-        return error if stacked is None else stacked
 
     def _enter_bucket(self, index: int, parameters: Sequence[torch.Tensor]) -> None:
         """Lay the state out as torch's hook expects it for a bucket."""

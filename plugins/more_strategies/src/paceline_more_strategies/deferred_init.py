@@ -423,22 +423,17 @@ def _take_values(module: nn.Module, deferred: DeferredInit) -> dict[str, LateTen
                     raise RuntimeError(f"{name!r} has hooks")
                 if id(tensor) not in replaced:
                     kept.append(tensor)
-                    replaced[id(tensor)] = _on_meta(tensor)
-                    late[f"{prefix}.{name}".lstrip(".")] = _late(tensor, deferred)
+                    meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    replaced[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
+                    if isinstance(tensor, FakeTensor):
+                        view = deferred.view(tensor)
+                        values = LateTensor(partial(deferred.compute_view, view), deferred.source(view))
+                    else:
+                        values = LateTensor(tensor.detach, tensor.detach())
+                    late[f"{prefix}.{name}".lstrip(".")] = values
                 table[name] = replaced[id(tensor)]  # type: ignore[assignment]
     kept.clear()
     tensor = None
     deferred.require_none_left()
     return late
-
-
-def _late(tensor: Tensor, deferred: DeferredInit) -> LateTensor:
-    if isinstance(tensor, FakeTensor):
-        view = deferred.view(tensor)
-        return LateTensor(partial(deferred.compute_view, view), deferred.source(view))
-    return LateTensor(tensor.detach, tensor.detach())
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta

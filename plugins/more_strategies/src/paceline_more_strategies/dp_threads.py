@@ -90,12 +90,14 @@ class DataParallel(ReducerStrategy):
         # Not torch.nn.parallel.replicate(): the parameters of its first replica are the model's own, and so would be
         # the gradients that a thread writes there.
         if not self._replicas:
-            self._replicas = [_replica(self.module, device) for device in self._devices]
+            self._replicas = [copy.deepcopy(self.module).to(device) for device in self._devices]
         own = dict(self.module.named_parameters())
         for replica, device in zip(self._replicas, self._devices, strict=True):
             for name, parameter in replica.named_parameters():
                 parameter.requires_grad_(own[name].requires_grad)
-                if device != self._devices[0]:
+                if device == self._devices[0]:
+                    parameter.data = own[name].data  # their memory, but not their gradients
+                else:
                     parameter.data.copy_(own[name].data, non_blocking=True)
             for replica_module, module in zip(replica.modules(), self.module.modules(), strict=True):
                 replica_module.training = module.training
@@ -154,16 +156,6 @@ def _devices(own: torch.device, wanted: int | Literal["auto"], num_microbatches:
     if own.type != "cuda":
         return [own] * count
     return [own, *(torch.device("cuda", i) for i in range(available) if i != own.index)][:count]
-
-
-def _replica(module: nn.Module, device: torch.device) -> nn.Module:
-    """Copy a module to a device; share the memory of parameters that lie there already, but not their gradients."""
-    replica = copy.deepcopy(module).to(device)
-    for name, parameter in replica.named_parameters():
-        own = module.get_parameter(name)
-        if own.device == device:
-            parameter.data = own.data
-    return replica
 
 
 def _copy_buffers(into: nn.Module, source: nn.Module) -> None:

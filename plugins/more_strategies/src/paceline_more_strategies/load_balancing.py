@@ -81,13 +81,11 @@ def optimal_split(num_microbatches: int, speeds: Sequence[Speed]) -> tuple[int, 
         speed = speeds[rank]
         heapq.heapreplace(next_done, ((work_split[rank] + 1) * speed.microbatch_s + speed.step_s, rank))
     longest = step_time(work_split, speeds)
-    most = [max(share, _most(longest, speed)) for share, speed in zip(work_split, speeds, strict=True)]
+    most = [  # micro-batches that a rank can do in this time, whatever is rounded
+        max(share, int((longest - speed.step_s) / speed.microbatch_s * (1 + 1e-9)) if speed.microbatch_s > 0 else 0)
+        for share, speed in zip(work_split, speeds, strict=True)
+    ]
     return _fewest_subtrees(num_microbatches, most)
-
-
-def _most(within_s: float, speed: Speed) -> int:
-    """Return the number of micro-batches that a rank can do in this time, tolerating rounding errors."""
-    return int((within_s - speed.step_s) / speed.microbatch_s * (1 + 1e-9)) if speed.microbatch_s > 0 else 0
 
 
 def _fewest_subtrees(num_microbatches: int, most: Sequence[int]) -> tuple[int, ...]:
@@ -193,7 +191,9 @@ class SpeedMeter:
 
     def __init__(self, timer: PhaseTimer, device: torch.device) -> None:
         self._timer = timer
-        self._events = (_event(), _event()) if device.type == "cuda" else None
+        self._events: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         self._recorded = False
         self.restart()
 
@@ -207,14 +207,14 @@ class SpeedMeter:
 
     def begin(self) -> None:
         """Mark the start of a step's first forward."""
-        if self._events is not None:
+        if self._events:
             if self._recorded:  # the previous step has been awaited
                 self._gpu_s += self._events[0].elapsed_time(self._events[1]) / 1000
             self._events[0].record()
 
     def end(self, microbatches: int) -> None:
         """Mark the end, or the enqueuing, of the backward of the step's last micro-batch."""
-        if self._events is not None:
+        if self._events:
             self._events[1].record()
             self._recorded = True
         self._steps += 1
@@ -230,10 +230,6 @@ class SpeedMeter:
 
     def _elapsed(self, phases: Sequence[str]) -> float:
         return sum(self._timer.seconds[phase] - self._seconds_before[phase] for phase in phases)
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class LoadBalancing(RunHook):
