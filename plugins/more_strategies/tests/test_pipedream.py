@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from paceline_more_strategies.asynchronous import Staleness
 from paceline_more_strategies.pipedream import (
     PipeDreamAction,
-    PipeDreamStaleness,
     begins,
     forwards_ahead,
     step_actions,
@@ -156,9 +156,11 @@ def test_what_is_in_flight_is_bounded_by_the_stages(stages: int, microbatches: i
 
 
 def test_staleness_is_counted() -> None:
-    staleness = PipeDreamStaleness()
-    staleness.count(4, 0)
-    staleness.count(4, 1)
+    staleness = Staleness()
+    assert staleness.stats == {"staleness_mean": 0.0, "staleness_max": 0}
+    staleness.observe(0, 7)
+    staleness.observe(2, 0)
+    staleness.observe(1)
     assert staleness.stats == {"staleness_mean": 0.125, "staleness_max": 1}
 
 

@@ -65,13 +65,19 @@ def fork_run(
     info = verify(checkpoint).info
     Fork.require_no_earlier(manifest, checkpoint, info.state_version)
     config, replaced = _with_options(manifest["config"], options or {})
-    epochs, usable, data = EpochSteps.of(manifest), _steps_of(source), {**manifest.get("data", {})}
+    epochs, data = EpochSteps.of(manifest), {**manifest.get("data", {})}
+    usable = {parse_name(path.name)[0]: path for path in reversed(scan(source.checkpoints))}  # the first step first
     if replaced.keys() & set(_BATCHES):
         usable = _at_epoch_ends(source, info.step, usable, epochs)
-        epochs = EpochSteps(_steps_per_epoch(source, config), info.epoch, info.step)
+        order = read_ledger(source.ledger).order
+        assert order is not None, "the run is not of a stream"
+        batch = {"global_batch_size": config["global_batch_size"], "num_microbatches": config["microbatches"]}
+        epochs = EpochSteps(replace(order, **batch).steps_per_epoch, info.epoch, info.step)
         data |= {"steps_per_epoch": epochs.per_epoch, "first_epoch": info.epoch, "first_step": info.step}
     if replaced:
-        data["total_steps"] = _total_steps(config, epochs)
+        data["total_steps"] = config.get("max_steps")
+        if data["total_steps"] is None and epochs is not None:
+            data["total_steps"] = epochs.begin(int(config["epochs"]))
     total = data.get("total_steps")
     if isinstance(total, int) and info.step >= total:
         earlier = [number for number in usable if number < total]
@@ -137,19 +143,6 @@ def _with_options(
     return config, differs
 
 
-def _total_steps(config: Mapping[str, Any], epochs: EpochSteps | None) -> int | None:
-    if config.get("max_steps") is not None:
-        return int(config["max_steps"])
-    return None if epochs is None else epochs.begin(int(config["epochs"]))
-
-
-def _steps_per_epoch(source: RunDirectory, config: Mapping[str, Any]) -> int:
-    order = read_ledger(source.ledger).order
-    assert order is not None, "the run is not of a stream"
-    batch = {"global_batch_size": config["global_batch_size"], "num_microbatches": config["microbatches"]}
-    return replace(order, **batch).steps_per_epoch
-
-
 def _at_epoch_ends(
     source: RunDirectory, step: int, steps: Mapping[int, Path], epochs: EpochSteps | None
 ) -> dict[int, Path]:
@@ -172,12 +165,6 @@ def _at_epoch_ends(
             + ("none of its checkpoints is at an epoch's end." if nearest is None else f"choose --step {nearest}.")
         )
     return ends
-
-
-def _steps_of(source: RunDirectory) -> dict[int, Path]:
-    """Return the checkpoints of a run by their steps, the first step first."""
-    steps = {parse_name(path.name)[0]: path for path in reversed(scan(source.checkpoints))}
-    return dict(sorted(steps.items()))
 
 
 @contextmanager

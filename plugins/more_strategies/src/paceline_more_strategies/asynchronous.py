@@ -58,9 +58,16 @@ class Staleness:
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
 
-    def observe(self, behind: int) -> None:
-        """Count an update from parameters that were ``behind`` versions old."""
-        self._counts[behind] += 1
+    def observe(self, behind: int, times: int = 1) -> None:
+        """Count updates from parameters that were ``behind`` versions old."""
+        if times:
+            self._counts[behind] += times
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Mean and maximum, as entries of the run's result."""
+        report = self.report()
+        return {"staleness_mean": report.get("mean", 0.0), "staleness_max": report.get("max", 0)}
 
     def report(self) -> dict[str, Any]:
         """Mean, maximum and histogram; empty where nothing was observed."""

@@ -26,6 +26,7 @@ from paceline.training.group_context import GroupContext
 from paceline.training.hooks import StepHook
 from paceline.training.state import TrainingState, TrainProgress
 from paceline.training.trainer import SyncEngine
+from paceline_more_strategies.asynchronous import Staleness
 
 # --- The order of a stage's actions, and the weights of each micro-batch: pure functions of counts ---
 #
@@ -77,27 +78,6 @@ def step_actions(ahead: int, microbatches: int, begun: int, following: int) -> l
 def begins(ahead: int, following: int) -> int:
     """Return how many of the next step's forwards a stage runs within this step, with older weights."""
     return min(ahead, following)
-
-
-@dataclass
-class PipeDreamStaleness:
-    """The age in updates of the weights of forwards when their gradients are applied."""
-
-    total: int = 0
-    forwards: int = 0
-    largest: int = 0
-
-    def count(self, microbatches: int, stale: int) -> None:
-        """Add a stage's step with ``microbatches`` forwards, of which ``stale`` used weights one update old."""
-        self.total += stale
-        self.forwards += microbatches
-        self.largest = max(self.largest, int(stale > 0))
-
-    @property
-    def stats(self) -> dict[str, float]:
-        """The entries of the run's result."""
-        mean = self.total / self.forwards if self.forwards else 0.0
-        return {"staleness_mean": round(mean, 4), "staleness_max": self.largest}
 
 
 # --- Copies of the weights for micro-batches whose backward comes after an update: weight stashing ---
@@ -203,7 +183,7 @@ class PipeDream(Pipeline):
         self._forwards = 0
         self._begun = 0  # micro-batches of the step that the previous step could begin
         self._following: Sequence[MicroBatch] | None = None  # it may be empty, if another replica has them all
-        self._staleness = PipeDreamStaleness()
+        self._staleness = Staleness()
         self._pending_rows: tuple[dist.Work, list[torch.Tensor]] | None = None
 
     @property
@@ -225,7 +205,9 @@ class PipeDream(Pipeline):
         present, upcoming = len(microbatches), self._following or ()
         following = len(upcoming)
         for ahead in self._ahead:  # of all stages, because it follows from the counts
-            self._staleness.count(present, begins(ahead, self._begun))
+            stale = begins(ahead, self._begun)
+            self._staleness.observe(1, stale)
+            self._staleness.observe(0, present - stale)
         own = self._ahead[self._stage.number]
         old: Version = {}
         for action in step_actions(own, present, begins(own, self._begun), following):

@@ -37,10 +37,10 @@ from paceline.training.session import build_trainer, train_in_group
 from paceline.training.state import TrainingState
 from paceline.training.state_manager import ExampleBatch, StateManager
 from paceline.training.step import microbatch_loss
+from paceline_more_strategies.asynchronous import Staleness
 from paceline_more_strategies.local_sgd import tensors_to_average
 from paceline_more_strategies.options import CommunicationOptions
 from paceline_more_strategies.pipedream import (
-    PipeDreamStaleness,
     WithWeights,
     assign_buffers,
     begins,
@@ -74,7 +74,7 @@ class PipeDreamReference(ReducerStrategy):
         self._overlapped = [0] * len(stages)  # forwards of this step, by stage, that ran in the previous step
         self._num_next = 0
         self._old: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
-        self._staleness = PipeDreamStaleness()
+        self._staleness = Staleness()
 
     @property
     def stats(self) -> Mapping[str, Any]:
@@ -90,7 +90,8 @@ class PipeDreamReference(ReducerStrategy):
 
     def run_microbatches(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
         for num_overlapped in self._overlapped:
-            self._staleness.count(len(microbatches), num_overlapped)
+            self._staleness.observe(1, num_overlapped)
+            self._staleness.observe(0, len(microbatches) - num_overlapped)
         for position, microbatch in enumerate(microbatches):
             self._begin_microbatch()
             stale = [
