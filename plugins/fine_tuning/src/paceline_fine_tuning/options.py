@@ -43,7 +43,6 @@ class Lora:
 
     @property
     def scaling(self) -> float:
-        """The factor of the product of the two matrices."""
         return self.alpha / self.rank
 
 

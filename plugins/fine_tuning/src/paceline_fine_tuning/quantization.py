@@ -79,7 +79,6 @@ class QuantizedLinear(nn.Module):
         self.bias: nn.Parameter | None = layer.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Compute as ``torch.nn.Linear``."""
         if torch.is_autocast_enabled(inputs.device.type):
             inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
         shape = (self.out_features, self.in_features)

@@ -234,7 +234,6 @@ class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is 
         self._logged: dict[str, torch.Tensor] = {}
 
     def plan(self, schedule: RunSchedule) -> None:
-        """Take over the run's length and its interval of evaluations."""
         self.run_schedule = schedule
         steps, epochs = schedule.eval_every.steps, schedule.eval_every.epochs
         if steps is not None:
@@ -376,7 +375,6 @@ class LightningBridge(Callback):
         return optimizer
 
     def plan(self, schedule: RunSchedule) -> None:
-        """Take over the run's length and its interval of evaluations."""
         self.trainer.plan(schedule)
         validates = (self.trainer.val_check_interval, self.trainer.check_val_every_n_epoch)
         for callback in self._undecided:

@@ -198,7 +198,7 @@ class Replayed:
         return self
 
     def modules(self) -> list[nn.Module]:
-        """Return None: no metric here gathers."""
+        """Return none: no metric here gathers."""
         return []
 
     def reset(self) -> None:

@@ -140,7 +140,6 @@ class DocumentStream:
         return DocumentReader(self, own, len(blocks), epoch, seed)
 
     def blocks(self, num_shards: int) -> list[DocumentBlock]:
-        """Return all blocks."""
         lines = {file: size for file, size in self._sizes.items() if file not in self._row_groups}
         length = max(1, min(_BLOCK_BYTES, sum(lines.values()) // (_LEAST_BLOCKS * num_shards)))
         groups = [(file, n) for file, count in self._row_groups.items() for n in range(count)]

@@ -60,7 +60,6 @@ class Share:
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens of a sample."""
         return _tokens(self.source) / len(self.source)
 
     @property
@@ -104,11 +103,9 @@ class Mixture(Dataset[Any]):
 
     @property
     def tokens(self) -> float:
-        """Tokens of an epoch."""
         return math.fsum(share.count * share.mean_tokens for share in self.shares)
 
     def set_epoch(self, epoch: int) -> None:
-        """Read the samples of another epoch."""
         self._epoch = epoch
         for share in self.shares:
             if isinstance(share.source, PackedDocuments):
@@ -200,7 +197,6 @@ class StreamMixture:
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens of a sample."""
         tokens = [count * source.mean_tokens for count, source in zip(self.counts, self.sources, strict=True)]
         return math.fsum(tokens) / sum(self.counts)
 

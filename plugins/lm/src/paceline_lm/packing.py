@@ -143,7 +143,6 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
         return self._num_packs
 
     def set_epoch(self, epoch: int) -> None:
-        """Use the plan of another epoch."""
         self._epoch = epoch
         self._plans = {which: plan for which, plan in self._plans.items() if which == epoch}
 
@@ -167,7 +166,6 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
         return {**vars(self), "_plans": {}}  # data workers compute them
 
     def read(self, pack: int, epoch: int) -> dict[str, torch.Tensor]:
-        """Return a pack of an epoch."""
         parts = [self.documents[number] for number in self.numbers(pack, epoch)]
         joined = _join(parts, slice(self._length))
         positions = [torch.arange(len(part["input_ids"])) for part in parts]
@@ -176,7 +174,6 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
         return {**joined, "position_ids": torch.cat([*positions, rest])}
 
     def plan(self, epoch: int) -> PackingPlan:
-        """Return the plan of an epoch."""
         lengths = self.documents.lengths[self._chosen]
         return plan_packs(lengths, self._length, derive_key(self._key, epoch), self._num_packs)
 

@@ -112,7 +112,6 @@ class _Chain:
         raise _refusal(self._model, "its forward leaves out layers")
 
     def run_layer(self, number: int, hidden: torch.Tensor, *carried: torch.Tensor) -> _Carried:
-        """Run a layer."""
         args, kwargs = _uncarry(carried)["layers"][number]
         output = self._layers[number](hidden, *args, **kwargs)
         return (output[0] if self._returns_tuple[number] else output, *carried)

@@ -98,7 +98,6 @@ class Rates:
             self._counts.append((inside.sum(), words.numel(), len(words)))
 
     def attach(self, group: RankInfo) -> None:
-        """Begin with a group of ranks."""
         self._group = group
         self._log(self._mean_tokens)
 
@@ -115,7 +114,6 @@ class Rates:
         return {"padding": round(1 - tokens / places, 5)}
 
     def _log(self, tokens: float) -> None:
-        """Have rates logged of samples with some tokens."""
         group, monitor = self._group, Monitor.current
         if group is None or group.rank != 0 or monitor is None:
             return

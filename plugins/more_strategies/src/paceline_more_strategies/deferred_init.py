@@ -203,7 +203,6 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.compute_view(self.view(fake))
 
     def compute_view(self, view: _View) -> Tensor:
-        """Compute what a deferred tensor shows."""
         storages: dict[int, torch.UntypedStorage] = {}
         with torch.no_grad(), _without_modes():
             for number in sorted(self._needed(view.storage)):

@@ -135,7 +135,6 @@ class HogwildEngine(AsynchronousEngine):
         self._worker_steps = [0] * world.world_size
 
     def close(self) -> None:
-        """Close the shared model."""
         self._model.close()
 
     def steps(self, group: GroupContext) -> Generator[OpenStep, None, ControlFlags]:

@@ -198,7 +198,6 @@ class SpeedMeter:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new window."""
         self._seconds_before = dict(self._timer.seconds)
         self._training_before = self._timer.training_s()
         self._gpu_s = 0.0

@@ -229,7 +229,6 @@ class _WithoutScaler(Traits):
     """Of a strategy whose ranks do not step together."""
 
     def check(self, config: RunConfig) -> None:
-        """Reject a common loss scale."""
         if config.training.precision == "fp16":
             raise ConfigError(
                 f"--precision fp16 does not work with --strategy {config.parallel.strategies[0]}: workers and servers "

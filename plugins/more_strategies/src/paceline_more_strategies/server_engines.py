@@ -150,7 +150,6 @@ class _Push(NamedTuple):
 
     @property
     def sums(self) -> StepSums:
-        """As the trainer takes them."""
         return StepSums(
             samples=int(self.samples),
             weight=self.weight,

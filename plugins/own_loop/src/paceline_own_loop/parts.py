@@ -146,7 +146,6 @@ class OwnLoop(Task):
         self._before = deepcopy({**self.state_dict(), "groups": groups})
 
     def end_body(self) -> None:
-        """Forget it."""
         self._before = None
 
     def note_modes(self) -> None:

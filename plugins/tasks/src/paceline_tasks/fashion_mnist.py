@@ -299,7 +299,6 @@ class FashionMNIST(Task):
         return TensorDataset(*load_fashion_mnist(split)) if split in FILES else None
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
-        """SGD with momentum."""
         return SGD(model.parameters(), lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
     def build_scheduler(self, optimizer: Optimizer, total_steps: int) -> OneCycleLR:
@@ -307,7 +306,6 @@ class FashionMNIST(Task):
         return OneCycleLR(optimizer, max_lr=self.lr, total_steps=total_steps, pct_start=0.3, cycle_momentum=False)
 
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-        """Mean cross-entropy."""
         images, labels = batch
         return functional.cross_entropy(model(normalise(images)), labels)
 
@@ -335,7 +333,6 @@ class FashionMNIST(Task):
         )
 
     def inference_batch(self, batch: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return the images, and their labels."""
         images, labels = batch
         return [images], labels
 

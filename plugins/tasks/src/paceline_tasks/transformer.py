@@ -227,7 +227,6 @@ class Transformer(Task):
         )
 
     def inference_batch(self, batch: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return all bytes of a window but the last, and the last one."""
         (windows,) = batch
         tokens = windows.long()
         return [tokens[:, :-1]], tokens[:, -1]
