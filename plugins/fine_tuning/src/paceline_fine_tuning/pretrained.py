@@ -68,19 +68,18 @@ class PretrainedWeights:
             ConfigError: it is not there, or damaged; on all ranks.
             PeerLostError: a rank is gone.
         """
-        parent, problem = None, None
+        parent, problem, own = None, None, None
         if world.rank == 0:
             try:
                 parent = cls.load_copy(run.directory) if run.manifest else cls.find(source)
             except PacelineError as error:
                 problem = str(error)
-        problem = world.broadcast_object(problem)
-        if problem is not None:
-            raise ConfigError(problem)
-        own = None
         if parent is not None and parent.file is not None:
             own = [dict(parent.record), str(parent.file), _version(parent.file)]
-        if (shared := world.broadcast_object(own)) is not None:
+        problem, shared = world.broadcast_object([problem, own])
+        if problem is not None:
+            raise ConfigError(problem)
+        if shared is not None:
             record, file, version = shared
             mapped = parent
             if mapped is None and _version(Path(file)) == version:

@@ -448,7 +448,7 @@ class LightningBridge(Callback):
             if self._where in ("validation_step", "test_step"):
                 self._aliases[name] = path
                 return
-            value = self.taps.batch_value(path) if in_step else value.compute()
+            value = self.taps.recorded[path].scratch.compute() if in_step else value.compute()
         weight = float(batch_size or self.batch_info.samples or 1)
         entry = LoggedValue(checked(name, value), weight, on_step, on_epoch, to_logger=logger is not False)
         self._logged[name] = entry

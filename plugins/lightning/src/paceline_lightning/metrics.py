@@ -138,37 +138,36 @@ class MetricRecorder:
 
     In a step, a metric gets that batch alone and computes its value. In an evaluation, its arguments are kept too;
     Paceline sends them to all ranks, and then updates the metric itself with all of them.
+
+    Attributes:
+        recorded: each metric's object, by path in the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._taps: dict[str, _RecordedMetric] = {}
+        self.recorded: dict[str, _RecordedMetric] = {}
         for path, child in module.named_modules():
             if isinstance(child, MetricCollection):
                 # Otherwise one of them gets the calls, and the others share its state.
                 child._enable_compute_groups = False
                 if child._groups_checked:
                     raise TaskError(f"the MetricCollection {path!r} needs compute_groups=False here.")
-            if isinstance(child, Metric) and not any(path.startswith(f"{outer}.") for outer in self._taps):
-                self._taps[path] = _RecordedMetric(child)
-
-    @property
-    def paths(self) -> list[str]:
-        return list(self._taps)
+            if isinstance(child, Metric) and not any(path.startswith(f"{outer}.") for outer in self.recorded):
+                self.recorded[path] = _RecordedMetric(child)
 
     def share(self, module: nn.Module) -> None:
         """Have a copy of the module use the same metrics."""
-        for path, tap in self._taps.items():
+        for path, tap in self.recorded.items():
             parent, _, name = path.rpartition(".")
             setattr(module.get_submodule(parent), name, tap.metric)
 
     def on_batch_begin(self) -> None:
-        for tap in self._taps.values():
+        for tap in self.recorded.values():
             tap.begin()
 
     def end_batch(self) -> dict[str, Any]:
         """Return the arguments of the metrics in the batch, in the form of the task's ``metrics``."""
         calls = {}
-        for path, tap in self._taps.items():
+        for path, tap in self.recorded.items():
             tap.in_batch = False
             if tap.calls:
                 calls[path + _SUFFIX] = tuple(tap.calls)
@@ -176,14 +175,7 @@ class MetricRecorder:
 
     def path_of(self, metric: Metric) -> str | None:
         """Return a metric's path, or None if it is not the module's."""
-        return next((path for path, tap in self._taps.items() if tap.metric is metric), None)
-
-    def batch_value(self, path: str) -> Any:
-        return self._taps[path].scratch.compute()
-
-    def replay(self, path: str) -> _RecordedMetric:
-        """Return the object that collects a whole split."""
-        return self._taps[path]
+        return next((path for path, tap in self.recorded.items() if tap.metric is metric), None)
 
 
 class Replayed:
@@ -202,20 +194,20 @@ class Replayed:
         return []
 
     def reset(self) -> None:
-        self._taps().replay(self._path).reset()
+        self._taps().recorded[self._path].reset()
 
     def update(self, *calls: Any) -> None:
-        self._taps().replay(self._path).update(calls)
+        self._taps().recorded[self._path].update(calls)
 
     def compute(self) -> torch.Tensor:
         """Return the metric, if it is one number; otherwise, and without any update, NaN."""
-        number: torch.Tensor = self._taps().replay(self._path).number()
+        number: torch.Tensor = self._taps().recorded[self._path].number()
         return number
 
 
 def replay_metrics(taps: Any) -> dict[str, Replayed]:
     """Return the metrics for the task's ``build_metrics``."""
-    return {path + _SUFFIX: Replayed(taps, path) for path in taps().paths}
+    return {path + _SUFFIX: Replayed(taps, path) for path in taps().recorded}
 
 
 def named(metrics: Mapping[str, float], aliases: Mapping[str, str]) -> dict[str, float]:

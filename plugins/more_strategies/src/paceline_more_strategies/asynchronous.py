@@ -167,5 +167,4 @@ class AsynchronousEngine(Engine):
     def extra_results(self) -> dict[str, Any]:
         """Rank 0's counts: how old gradients were, and how many steps each worker computed."""
         counts = {"staleness": self._staleness.report(), "worker_steps": self._worker_steps}
-        whole: dict[str, Any] = self._world.broadcast_object(counts if self._world.rank == 0 else None)
-        return whole
+        return dict(self._world.broadcast_object(counts))
