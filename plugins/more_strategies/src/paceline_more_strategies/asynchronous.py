@@ -153,7 +153,7 @@ def require_asynchronous(run: RunContext, states: StateManager) -> None:
 
 
 class AsynchronousEngine(Engine):
-    """An engine whose ranks hold the same state at sync points only; it counts stale gradients, and who computed."""
+    """An engine whose ranks hold the same state at sync points only; it counts stale gradients and steps."""
 
     validate = staticmethod(require_asynchronous)
 
