@@ -39,7 +39,7 @@ from paceline_lm.documents import Documents, pad_documents
 from paceline_lm.eval_samples import log_samples, read_prompts
 from paceline_lm.mixture import StreamMixture
 from paceline_lm.sources import parse_sources, parse_tokens
-from paceline_lm.throughput import Rates, count_flops
+from paceline_lm.throughput import Counts, Rates, count_flops, count_tokens
 from paceline_lm.transformers import Collator, Perplexity, TransformersTask, inside_of
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class LanguageModel(TransformersTask):
     _summary: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _mean_tokens: float | None = field(default=None, init=False, repr=False, compare=False)
     _has_end: bool = field(default=True, init=False, repr=False, compare=False)
-    _rates: Rates | None = field(default=None, init=False, repr=False, compare=False)
+    _counts: Counts = field(default_factory=list, init=False, repr=False, compare=False)
     _is_pretrained: bool = field(default=False, init=False, repr=False, compare=False)
     _base: dict[str, str] | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -214,23 +214,23 @@ class LanguageModel(TransformersTask):
         if not self._has_end and schedule.total_steps is None:
             raise TaskError("a mixture of streams has no end: give --tokens or --max-steps.")
         shown = "\n".join(self._summary[split] for split in ("train", "val") if split in self._summary)
-        inside = inside_of(self, model)
+        inside, rates = inside_of(self, model), None
         if self._mean_tokens is not None:
             length = self.pack or max(1, round(self._mean_tokens))
             # Counted once, and not for each group of ranks, which a lost one may wait for.
             flops = cache(partial(count_flops, self.build_config(), length, inside))
-            self._rates = Rates(self._mean_tokens, flops)
+            rates = Rates(self._mean_tokens, flops, self._counts)
         if not self.eval_samples:
-            return _Report(inside, shown, self._rates)
-        report = _ReportWithSamples(inside, shown, self._rates)
+            return _Report(inside, shown, rates)
+        report = _ReportWithSamples(inside, shown, rates)
         report.log_samples = partial(
             log_samples, self, tokenizer=self.build_tokenizer(), prompts=read_prompts(Path(self.eval_samples))
         )
         return report
 
     def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Loss:
-        if self._rates is not None and torch.is_grad_enabled():
-            self._rates.add(batch)
+        if torch.is_grad_enabled():
+            self._counts += count_tokens(batch)
         return super().loss(model, batch)
 
     def state_dict(self) -> dict[str, Any]:

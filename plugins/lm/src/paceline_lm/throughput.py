@@ -77,25 +77,32 @@ class _Adapted(nn.Module):
         return outputs + nn.functional.linear(self._down(inputs), up)
 
 
+Counts = list[tuple[torch.Tensor, int, int]]
+"""Of batches: the tokens without padding, those with it, and the samples."""
+
+
+def count_tokens(batch: Mapping[str, Any]) -> Counts:
+    """Count the tokens of a batch of documents, or packs of them; no values of tensors are read yet."""
+    inside, words = batch.get("num_tokens", batch.get("attention_mask")), batch.get("input_ids")
+    if isinstance(inside, torch.Tensor) and isinstance(words, torch.Tensor) and not isinstance(words, FakeTensor):
+        return [(inside.sum(), words.numel(), len(words))]
+    return []
+
+
 class Rates:
     """What is logged of a training's tokens: their rate, FLOPs, the share of the peak, and of padding.
 
     Args:
         mean_tokens: of a sample without padding, until some are counted.
         flops: returns the operations of a token.
+        counts: of this rank; they are taken out.
     """
 
-    def __init__(self, mean_tokens: float, flops: Callable[[], float]) -> None:
+    def __init__(self, mean_tokens: float, flops: Callable[[], float], counts: Counts) -> None:
         self._mean_tokens = mean_tokens
         self._flops = flops
-        self._counts: list[tuple[torch.Tensor, int, int]] = []
+        self._counts = counts
         self._group: RankInfo | None = None
-
-    def add(self, batch: Mapping[str, Any]) -> None:
-        """Count this rank's tokens in a batch of documents, or packs of them; no values of tensors are read yet."""
-        inside, words = batch.get("num_tokens", batch.get("attention_mask")), batch.get("input_ids")
-        if isinstance(inside, torch.Tensor) and isinstance(words, torch.Tensor) and not isinstance(words, FakeTensor):
-            self._counts.append((inside.sum(), words.numel(), len(words)))
 
     def attach(self, group: RankInfo) -> None:
         self._group = group
@@ -104,9 +111,9 @@ class Rates:
     def measure(self) -> Mapping[str, float]:
         """Return the share of padding since the last record; all ranks call this together."""
         assert self._group is not None
-        counts, self._counts = self._counts, []
-        inside = int(torch.stack([each for each, _, _ in counts]).sum()) if counts else 0
-        own = (inside, sum(numel for _, numel, _ in counts), sum(number for _, _, number in counts))
+        insides, *others = zip(*self._counts, strict=True) if self._counts else ((), (), ())
+        own = (int(torch.stack(insides).sum()) if insides else 0, *map(sum, others))
+        self._counts.clear()
         tokens, places, samples = map(sum, zip(*self._group.gather(own), strict=True))
         if not places:
             return {}
