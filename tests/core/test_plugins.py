@@ -22,7 +22,7 @@ from paceline.core.option_groups import STRATEGIES, find_traits
 from paceline.core.plugins import all_names, find_plugins, import_object
 from paceline.core.task_loading import check_spec, load_task_class
 from paceline.launch.launcher import get_launcher
-from paceline.runs.trackers import require
+from paceline.runs.trackers import load_tracker
 
 EntryPoints = Mapping[str, Mapping[str, str]]
 Install = Callable[..., None]
@@ -226,7 +226,7 @@ def test_errors_list_the_names_of_plugins(install: Install) -> None:
 USES: dict[str, Callable[[str], object]] = {
     "paceline.launchers": get_launcher,
     "paceline.strategies": find_traits,
-    "paceline.trackers": lambda name: require((name,)),
+    "paceline.trackers": load_tracker,
     "paceline.tasks": load_task_class,
 }
 """What is called when a name is used."""

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import RunDirectoryError
-from paceline.runs.directory import RunDirectory
+from paceline.runs.directory import RunDirectory, starts
 from paceline.runs.metric_writers import keep_until, scalars
-from paceline.runs.timeline import starts
 
 TASK = """
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ from paceline.core.errors import ConfigError, PeerLostError
 from paceline.core.signals import StopRequests, forwarded_signal
 from paceline.data.loader import EvalBatches
 from paceline.parallel.world import ParallelDims, World
-from paceline.runs.timeline import starts
+from paceline.runs.directory import starts
 from paceline.training import evaluation
 from paceline.training.control import ControlFlags, Deadline, Schedule, StopCause, merge
 from paceline.training.evaluation import EvaluationStopped, Evaluator

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +12,13 @@ from tests.runs.made import make_run
 
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.core.files import check_location
-from paceline.runs import backup as runs_backup
-from paceline.runs.backup import Backup, open_backup, open_run
+from paceline.runs.backup import open_run
 from paceline.runs.checkpoint_manifest import CheckpointInfo, FileRecord, read_manifest
 from paceline.runs.checkpoint_store import commit, newest_verified, scan, verify
 from paceline.runs.directory import RunDirectory
+from paceline_stores import backup as stores_backup
 from paceline_stores import run_store
+from paceline_stores.backup import Backup
 from paceline_stores.objects import ObjectStore, StoreError
 from paceline_stores.run_store import INDEX, WRITER, ObjectRunStore, RunIndex, restore_run
 
@@ -229,10 +229,13 @@ def test_two_directories_of_one_run_are_not_mixed(
 
 
 def test_a_failed_copy_is_repeated_until_it_works(
-    run: RunDirectory, address: str, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory,
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    wait_until: Callable[..., None],
 ) -> None:
-    monkeypatch.setattr(runs_backup, "_LONGEST_WAIT_S", 0.01)
-    failures, copied, done = [], [], threading.Event()
+    monkeypatch.setattr(stores_backup, "_LONGEST_WAIT_S", 0.01)
     store = open_store(address, run, Watched)
     left = 2
 
@@ -242,25 +245,23 @@ def test_a_failed_copy_is_repeated_until_it_works(
             left -= 1
             raise StoreError("not now")
 
-    def count(info: CheckpointInfo) -> None:
-        copied.append(info.step)
-        done.set()
+    def reports() -> list[tuple[Any, ...]]:
+        events = [event for event in run.read_events() if event["event"].startswith("backup")]
+        return [(event["event"], event["step"], event.get("error")) for event in events]
 
     store.claim(RUN)
     Watched.hook = staticmethod(fail)
     try:
-        backup = Backup(store, count, lambda error, info: failures.append((info.step, str(error))))
+        backup = Backup(address, run, KEEP, store)
         backup.take(*train(run, 1))
-        assert done.wait(30)
+        wait_until(lambda: ("backup", 1, None) in reports())
         left = 100
         backup.take(*train(run, 2))
-        assert backup.finish(60)
+        backup.close(60)
     finally:
         Watched.hook = staticmethod(lambda: None)
-    assert copied == [1]
-    assert failures == [(1, "not now"), (2, "not now")]
-    assert backup.missing is not None
-    assert backup.missing.step == 2
+    assert reports() == [("backup failed", 1, "not now"), ("backup", 1, None), ("backup failed", 2, "not now")]
+    assert f"{address} lacks the checkpoint of step 2: its copy failed." in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -283,4 +284,4 @@ def test_an_address_holds_no_secret(address: str) -> None:
 
 def test_an_unknown_scheme_names_those_that_there_are(run: RunDirectory) -> None:
     with pytest.raises(ConfigError, match="s4://bucket/run cannot be used: Protocol not known: s4"):
-        open_backup("s4://bucket/run", run, 1).claim(RUN)
+        Backup("s4://bucket/run", run, 1).claim(RUN)

@@ -14,9 +14,9 @@ from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import Media
-from paceline.runs.trackers import RunInfo, require
+from paceline.runs.trackers import RunInfo
 from paceline_trackers.media import read_media
-from paceline_trackers.writer import TrackerWriter
+from paceline_trackers.writer import TrackerWriter, require_trackers
 
 
 class Recorder:
@@ -150,6 +150,6 @@ def test_a_tracker_that_is_not_there_is_refused_at_once(monkeypatch: pytest.Monk
         RunConfig(log_to=("comet",))
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
-    require(("mlflow",))
+    require_trackers(("mlflow",))
     with pytest.raises(ConfigError, match=r"pip install 'wandb<"):
-        require(("mlflow", "wandb"))
+        require_trackers(("mlflow", "wandb"))

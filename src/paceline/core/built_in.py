@@ -332,10 +332,11 @@ TRAITS: Mapping[str, str] = {
 """What further strategies can do, which ``--help`` and checks import without the strategy."""
 
 PARTS: Mapping[str, str] = {
-    "--backup-to": "paceline_stores.run_store:ObjectRunStore",
+    "--backup-to": "paceline_stores.backup:Backup",
     "--coordinator": "paceline_etcd.membership:EtcdMembership",
     "--pp-schedule pipedream": "paceline_more_strategies.pipedream:PipeDream",
-    "--log-to": "paceline_trackers.writer:start_writers",
+    "--log-to": "paceline_trackers.writer:require_trackers",
+    "--log-to's writers": "paceline_trackers.writer:start_writers",
     "--preflight": "paceline_checks.preflight.job",
     "--rank-launcher ray": "paceline_ray.node:ray_node_command",
     "--strategy fsdp": "paceline_more_strategies.deferred_init:build_late",
@@ -345,6 +346,7 @@ PARTS: Mapping[str, str] = {
     "Vertex AI's nodes": "paceline_clouds.nodes:vertex_node",
     "doctor --horovod": "paceline_frameworks.horovod:check_build",
     "resume": "paceline_stores.run_store:restore_run",
+    "runs at addresses": "paceline_stores.run_store:ObjectRunStore",
     "data": "paceline_stores.objects:download",
     "export": "paceline_serving.observed_inputs:observe_inputs",
     "launch": "paceline_frameworks.script_warnings:script_warnings",

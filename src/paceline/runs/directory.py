@@ -536,6 +536,14 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
     return without_steps(intact)
 
 
+def starts(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Count the restarts of a run, and the groups that formed after a fault."""
+    groups = {event.get("generation"): bool(event.get("recovery")) for event in events if event["event"] == "group"}
+    # Without survivors, a group starts from a checkpoint: that is a recovery, not a restart.
+    started = [e for e in events if e["event"] == "started" and e.get("generation") not in groups]
+    return {"restarts": max(0, len(started) - 1), "recoveries": sum(groups.values())}
+
+
 def _is_regular(path: Path) -> bool:
     # Path.is_file() calls a disk that does not answer an absent file, in some versions of Python.
     try:

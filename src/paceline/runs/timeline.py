@@ -120,14 +120,6 @@ def timeline(events: Sequence[Event], *, until: float | None = None, repeated_st
     return reader.finish(until, repeated_steps)
 
 
-def starts(events: Sequence[Event]) -> dict[str, int]:
-    """Count the restarts of a run, and the groups that formed after a fault."""
-    groups = {event.get("generation"): bool(event.get("recovery")) for event in events if event["event"] == "group"}
-    # Without survivors, a group starts from a checkpoint: that is a recovery, not a restart.
-    started = [e for e in events if e["event"] == "started" and e.get("generation") not in groups]
-    return {"restarts": max(0, len(started) - 1), "recoveries": sum(groups.values())}
-
-
 class _TimelineReader:
     def __init__(self, first: float) -> None:
         self._first = first

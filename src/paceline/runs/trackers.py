@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from paceline.core.built_in import BUILT_IN, PARTS
 from paceline.core.config import select
-from paceline.core.errors import ConfigError
-from paceline.core.plugins import import_object, install_command, load
+from paceline.core.plugins import load
 from paceline.runs.code_record import read_code
 from paceline.runs.directory import RunDirectory
 
@@ -83,22 +80,6 @@ class Tracker(Protocol):
 
 
 # --- Trackers by name ---
-
-
-def require(names: tuple[str, ...]) -> None:
-    """Reject trackers whose library is not installed, and plug-ins that cannot be used, before anything starts.
-
-    Raises:
-        ConfigError: gives the command that installs the library, or what is wrong with the plug-in.
-    """
-    for name in names:
-        import_object(PARTS["--log-to"])
-        load_tracker(name)
-        if name in BUILT_IN["paceline.trackers"] and importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"--log-to {name} needs {name}, which is not installed. Install it: {install_command(name)}, or "
-                f"leave --log-to {name} out."
-            )
 
 
 def load_tracker(name: str) -> type[Tracker]:

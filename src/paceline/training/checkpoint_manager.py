@@ -16,7 +16,6 @@ from typing import Any
 from paceline.core.errors import (
     CheckpointError,
     CheckpointWriteError,
-    PacelineError,
     RunDirectoryWriteError,
     StopRequested,
 )
@@ -24,7 +23,6 @@ from paceline.data.ledger import LedgerEntry, LedgerWriter, last_recorded_versio
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import equal_work_split
 from paceline.parallel.world import World
-from paceline.runs.backup import Backup
 from paceline.runs.checkpoint_manifest import CheckpointInfo
 from paceline.runs.checkpoint_shards import Writers
 from paceline.runs.checkpoint_store import holds_version, newest_verified
@@ -47,24 +45,11 @@ _BACKUP_STOP_S = 5.0  # how long a stop does: launchers kill after 10 s, and the
 @contextmanager
 def open_checkpointer(run: RunContext) -> Iterator[Checkpointer]:
     """Open a checkpointer for ``run``; each commit writes an event and, with ``--backup-to``, is copied."""
-    backup: Backup | None = None
 
     def committed(path: Path, info: CheckpointInfo) -> None:
-        nonlocal backup
         run.directory.append_event("checkpoint", step=info.step, version=info.state_version)
-        if backup is None and run.backup is not None:
-            backup = Backup(run.backup, copied, failed)
-        if backup is not None:
-            backup.take(path, info)
-
-    def copied(info: CheckpointInfo) -> None:
-        run.directory.append_event("backup", step=info.step, version=info.state_version)
-        if patience_s:
-            _log.info("%s has the checkpoint of step %d.", run.config.records.backup_to, info.step)
-
-    def failed(error: PacelineError, info: CheckpointInfo) -> None:
-        run.directory.append_event("backup failed", step=info.step, error=str(error))
-        _log.warning("no backup of step %d yet: %s Training continues, and the copy is repeated.", info.step, error)
+        if run.backup is not None:
+            run.backup.take(path, info)
 
     checkpointer = Checkpointer(run.directory.checkpoints, run.config.records.keep_checkpoints, committed)
     patience_s = 0.0
@@ -80,14 +65,8 @@ def open_checkpointer(run: RunContext) -> Iterator[Checkpointer]:
         except CheckpointError as error:
             # The callers that needed it have waited for it; this process ends for another reason.
             _log.warning("%s", error)
-        if backup is not None:
-            in_time = backup.finish(patience_s)
-            if patience_s and (missing := backup.missing) is not None:
-                why = "failed" if in_time else f"was not complete after {patience_s:g} s"
-                location = run.config.records.backup_to
-                _log.warning("%s lacks the checkpoint of step %d: its copy %s.", location, missing.step, why)
-        elif run.backup is not None:
-            run.backup.close()
+        if run.backup is not None:
+            run.backup.close(patience_s)
 
 
 # --- When a state is saved, and the files that must be on disk before it counts ---

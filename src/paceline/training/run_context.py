@@ -49,7 +49,6 @@ from paceline.parallel.options import PipelineOptions
 from paceline.parallel.strategy import AMP_DTYPES, ExampleBatchProvider, ParameterLayout, Strategy, StrategyOptions
 from paceline.parallel.strategy_selection import build_layout, build_strategy, choose_strategy
 from paceline.parallel.world import ParallelDims, World
-from paceline.runs.backup import BackupStore, open_backup
 from paceline.runs.directory import EpochSteps, Fork, RunDirectory
 from paceline.runs.metric_writers import Writer, has_tensorboard
 from paceline.runs.monitor import Monitor
@@ -66,6 +65,7 @@ from paceline.training.reproducibility import (
 from paceline.training.state import explain_missing_base
 
 if TYPE_CHECKING:
+    from paceline.runs.backup import RunBackup
     from paceline.training.hooks import RunHook
 
 # --- The run and its parts ---
@@ -254,11 +254,15 @@ class RunContext:
             return stack.pop_all()
 
     @cached_property
-    def backup(self) -> BackupStore | None:
-        """The store of ``--backup-to``, for rank 0; None without it."""
+    def backup(self) -> RunBackup | None:
+        """The copies of ``--backup-to``, for rank 0; None without it."""
         records = self.config.records
-        location = records.backup_to
-        return None if location is None else open_backup(location, self.directory, records.keep_checkpoints)
+        if records.backup_to is None:
+            return None
+        backup: RunBackup = import_object(PARTS["--backup-to"])(
+            records.backup_to, self.directory, records.keep_checkpoints
+        )
+        return backup
 
     @property
     def num_microbatches(self) -> int:
@@ -439,8 +443,11 @@ class RunContext:
         )
 
     def _build_trackers(self, earlier: Sequence[Mapping[str, Any]]) -> Sequence[Writer]:
-        names = self.config.records.log_to
-        writers: Sequence[Writer] = import_object(PARTS["--log-to"])(names, self.directory, earlier) if names else ()
+        if not self.config.records.log_to:
+            return ()
+        writers: Sequence[Writer] = import_object(PARTS["--log-to's writers"])(
+            self.config.records.log_to, self.directory, earlier
+        )
         return writers
 
 
@@ -507,9 +514,7 @@ def setup_run(
         # Recorded, and so the same if the run continues from another directory.
         config = config.replace(backup_to=str(Path(config.records.backup_to).absolute()))
     if config.records.log_to:
-        from paceline.runs.trackers import require
-
-        require(config.records.log_to)
+        import_object(PARTS["--log-to"])(config.records.log_to)
     configure_numerics(config, threads, device)
     with explain_missing_base(manifest or {}):
         data = set_up_data(config, task, manifest)

@@ -38,11 +38,10 @@ from paceline.parallel.world import LocalDevice, ParallelDims, World, gpu_identi
 from paceline.runs.checkpoint_manifest import CheckpointInfo, differences, require_same_run
 from paceline.runs.checkpoint_store import find_version, holds_version, newest_verified
 from paceline.runs.checkpointer import Checkpoint, Checkpointer, load
-from paceline.runs.directory import Fork, RunDirectory
+from paceline.runs.directory import Fork, RunDirectory, starts
 from paceline.runs.metric_writers import finite
 from paceline.runs.monitor import OUTSIDE_STEPS
 from paceline.runs.rank_progress import note_progress
-from paceline.runs.timeline import starts
 from paceline.training.checkpoint_manager import retry
 from paceline.training.control import StopSignals
 from paceline.training.evaluation import EvaluationStopped

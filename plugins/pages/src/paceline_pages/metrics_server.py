@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from paceline.core.plugins import import_library
 from paceline.core.standard_streams import print_status
-from paceline.runs.timeline import starts, timeline
+from paceline.runs.directory import RunDirectory, starts
+from paceline.runs.timeline import timeline
 from paceline_pages.dashboard import Page, PageServer, read_or_create_token
 from paceline_pages.metrics_options import MetricsOptions
 from paceline_pages.run_index import read_beats
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from paceline.core.config import RunConfig
-    from paceline.runs.directory import RunDirectory
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _OF_RECORD = {

@@ -276,7 +276,7 @@ def _object_of(name: str, record: FileRecord) -> str:
 
 
 class ObjectRunStore:
-    """One run at an address; see :class:`paceline.runs.backup.BackupStore` for its methods.
+    """One run at an address; see :class:`paceline_stores.backup.BackupStore` for its methods.
 
     Args:
         address: such as ``s3://bucket/run1``.

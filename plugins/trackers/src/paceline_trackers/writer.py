@@ -7,6 +7,7 @@ one warning, and gets the missing records if the run continues later; training n
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import logging
@@ -18,7 +19,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from paceline.core.built_in import BUILT_IN
+from paceline.core.errors import ConfigError
 from paceline.core.files import rename
+from paceline.core.plugins import install_command
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import Media, final_scalars, scalars
 from paceline.runs.trackers import RunInfo, Tracker, load_tracker
@@ -30,6 +34,21 @@ _CLOSE_S = 5.0  # while the run continues elsewhere, or is being stopped
 _LAST_S = 1.0  # to record the piece being sent
 _FINISH_S = 60.0
 _CREDENTIALS = re.compile(r"//[^/@\s]+@")
+
+
+def require_trackers(names: Iterable[str]) -> None:
+    """Reject trackers whose library is not installed, and plug-ins that cannot be used, before anything starts.
+
+    Raises:
+        ConfigError: gives the command that installs the library, or what is wrong with the plug-in.
+    """
+    for name in names:
+        load_tracker(name)
+        if name in BUILT_IN["paceline.trackers"] and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"--log-to {name} needs {name}, which is not installed. Install it: {install_command(name)}, or "
+                f"leave --log-to {name} out."
+            )
 
 
 def start_writers(

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.built_in import PARTS
 from paceline.core.config import all_options, select
 from paceline.core.errors import ConfigError, LaunchError, PacelineError, TaskError
 from paceline.core.files import read_json_lines
 from paceline.core.job import default_run_path
 from paceline.core.options import Interval, check_bounds, flag, parse_best
 from paceline.core.ownership import own_prefix
+from paceline.core.plugins import import_object
 from paceline.core.sockets import require_loopback
 from paceline.core.standard_streams import discard
 from paceline.core.task import Task
@@ -31,7 +33,6 @@ from paceline.core.task_loading import build_task, convert, field_type, load_tas
 from paceline.launch.launcher import Command, LaunchSpec
 from paceline.launch.supervisor import RankStarter, SupervisedJob
 from paceline.runs.directory import RunDirectory
-from paceline.runs.trackers import require as require_trackers
 from paceline_ray.cluster import import_ray, require_answer
 from paceline_ray.node import cluster_command
 from paceline_tune.history import MAX_FAILED, SearchHistory, describe_failure, describe_failures
@@ -101,7 +102,8 @@ def _hidden_output() -> Iterator[None]:
 def _probe(search: Search, directory: Path) -> TaskProfile:
     from paceline_tune.trial import TrialServer
 
-    require_trackers(search.config.records.log_to)
+    if search.config.records.log_to:
+        import_object(PARTS["--log-to"])(search.config.records.log_to)
     task_class = load_task_class(str(search.options["task"]))
     search = resolve_space(task_class, search)
     failures: list[str] = []
