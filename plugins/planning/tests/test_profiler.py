@@ -39,7 +39,7 @@ def train(directory: RunDirectory, *, last: int, first: int = 0, steps: int = 3,
             monitor.timer.seconds["forward"] += 0.003
             monitor.timer.seconds["backward"] += 0.006
             monitor.timer.seconds["reduction"] += 0.001
-            monitor.on_step_end(step, 0, 64, 0.5, (0.1,))
+            monitor.on_step_end(step, 0, 64, 0.5, lambda: (0.1,))
             profiler.on_step_end(step)
         profiler.close()
 

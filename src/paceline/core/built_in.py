@@ -353,6 +353,7 @@ PARTS: Mapping[str, str] = {
     "notebooks": "paceline_own_loop.notebook:write_task",
     "scripts": "paceline_own_loop.ranks:run_script",
     "runs --in": "paceline_trackers.tracking_tools:show_runs",
+    "train_step": "paceline_own_loop.composed_step:ComposedStep",
     "trials": "paceline_tune.trial_scheduler:TrialSchedulerClient",
 }
 """What a plug-in does for an option or a command of the core, as ``module:name``."""

@@ -195,9 +195,9 @@ class Monitor:
         step: int,
         epoch: int,
         samples: int,
-        loss: float | Callable[[], float],
-        learning_rates: Sequence[float] | Callable[[], Sequence[float]],
-        rows: Rows | Callable[[], Rows] = (),
+        loss: float,
+        learning_rates: Callable[[], Sequence[float]],
+        rows: Callable[[], Rows] = tuple,
         logged: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Report a step; every rank calls it after each step.
@@ -206,10 +206,9 @@ class Monitor:
             step: steps done, including this one.
             epoch: the step's epoch, counted from 0.
             samples: the step's samples over all ranks.
-            loss: the step's mean loss, or a function that returns it, called on rank 0 and only if the loss is shown or
-                recorded, so it must not communicate.
-            learning_rates: one per parameter group, or a function; used when a record is due.
-            rows: every rank's :class:`RankStatus`, by rank, or a function; used when a record is due. Empty if unknown.
+            loss: the step's mean loss.
+            learning_rates: returns one per parameter group; called only if the step is shown or recorded.
+            rows: returns every rank's :class:`RankStatus`, by rank; called only if a record is due. Empty if unknown.
             logged: values that the task logs; used when a record is due.
         """
         self._heartbeat.step = step
@@ -218,30 +217,15 @@ class Monitor:
         self._samples += samples
         due = self.is_due(step)
         ends_epoch = self._epochs is not None and self._epochs.position(step)[1] == 0
-        if due or ends_epoch or perf_counter() >= self._refresh_s:
-            self._report(step, epoch, loss() if callable(loss) else loss, learning_rates, rows, due, logged)
-
-    def _report(
-        self,
-        step: int,
-        epoch: int,
-        loss: float,
-        learning_rates: Sequence[float] | Callable[[], Sequence[float]],
-        rows: Rows | Callable[[], Rows],
-        due: bool,
-        logged: Mapping[str, float],
-    ) -> None:
+        if not (due or ends_epoch or perf_counter() >= self._refresh_s):
+            return
         from paceline.runs.console import ProgressSnapshot
 
-        training_s = self.timer.training_s()
-        rates = learning_rates() if callable(learning_rates) else learning_rates
+        training_s, rates = self.timer.training_s(), learning_rates()
         if due:
-            self._logged = self._record(
-                step, epoch, loss, rates, rows() if callable(rows) else rows, training_s, logged
-            )
-        self._terminal.progress(
-            ProgressSnapshot(step, epoch, loss, rates[0] if rates else None, self._samples, training_s, self._logged)
-        )
+            self._logged = self._record(step, epoch, loss, rates, rows(), training_s, logged)
+        rate = rates[0] if rates else None
+        self._terminal.progress(ProgressSnapshot(step, epoch, loss, rate, self._samples, training_s, self._logged))
         self._refresh_s = perf_counter() + self._terminal.interval_s
 
     def _record(

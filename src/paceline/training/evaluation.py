@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,9 +25,6 @@ from paceline.runs.monitor import Monitor
 from paceline.training.control import Deadline, ModelSelector, StopCause
 from paceline.training.reproducibility import seed_evaluation
 from paceline.training.state import TrainingState
-
-# --- Confidence intervals of an evaluation's metrics, from the task's values for each sample
-
 
 # --- Metrics that do not decompose into sums (AUROC, F1): torchmetrics objects that see a whole split ---
 
@@ -146,12 +143,6 @@ def _decoded(value: Any, device: torch.device) -> Any:
 _GLANCE_S = 0.5
 
 
-class Autocast(Protocol):
-    """Makes a fresh mixed-precision context."""
-
-    def __call__(self) -> AbstractContextManager[Any]: ...
-
-
 @contextmanager
 def preserve_modes(module: nn.Module) -> Iterator[None]:
     """Give each module of a model its mode back at the end, also after an error: a script may have frozen some."""
@@ -191,7 +182,7 @@ class Evaluator:
         task: whose ``metrics`` and ``loss`` are evaluated.
         device: the model's.
         batches: the split.
-        autocast: the precision to evaluate in.
+        autocast: makes a fresh context of the precision to evaluate in.
         with_loss: add the task's loss to the metrics, where these do not have one.
     """
 
@@ -202,7 +193,7 @@ class Evaluator:
         batches: EvalBatches,
         *,
         seed: int,
-        autocast: Autocast,
+        autocast: Callable[[], AbstractContextManager[Any]],
         split: str = "val",
         with_loss: bool = True,
     ) -> None:
@@ -453,16 +444,7 @@ class Validation:
         *,
         is_collective: bool = False,
     ) -> dict[str, float]:
-        """Evaluate; nothing changes.
-
-        Args:
-            mesh: all its ranks evaluate together.
-            state: its model is evaluated.
-            stop: returns the cause of a stop request.
-            is_collective: whether ranks must call the model together.
-
-        Returns:
-            The metrics, by name.
+        """Return the metrics of the state's model, by name; see :meth:`Evaluator.run`. Nothing changes.
 
         Raises:
             EvaluationStopped: there was a stop request.
@@ -478,11 +460,6 @@ class Validation:
 
     def rehearse(self, mesh: ParallelDims, state: TrainingState, *, is_collective: bool) -> None:
         """Evaluate one batch of each rank, and look up the metrics that options name.
-
-        Args:
-            mesh: all its ranks evaluate together.
-            state: its model is evaluated.
-            is_collective: whether ranks must call the model together.
 
         Raises:
             DataError: the split is empty.
@@ -504,11 +481,7 @@ class Validation:
             self._selector.require(metrics)
 
     def apply(self, measured: Mapping[str, float], state: TrainingState, monitor: Monitor) -> bool:
-        """Update plateau schedules, early stopping and the best model.
-
-        Returns:
-            Whether the model is the best so far.
-        """
+        """Update plateau schedules, early stopping and the best model; return whether the model is the best so far."""
         metrics = self.metrics = state.callback.on_eval_end("val", measured)
         progress = state.progress
         progress.evaluated_step = progress.step

@@ -298,7 +298,7 @@ class GroupContext:
         record = partial(self.checkpoint_manager.record_step, work_split=self.work_split)
         sums = self.engine.record(record, epoch, step_in_epoch, sums, row)
         rows = partial(control.statuses, sums.rows)
-        rates = state.learning_rates if learning_rates is None else learning_rates
+        rates = state.learning_rates if learning_rates is None else partial(tuple, learning_rates)
         monitor.on_step_end(progress.step, epoch, sums.samples, sums.loss, rates, rows, logged)
         state.callback.on_step_end(progress.step, sums.loss)
         monitor.timer.mark("other")

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 
+from paceline.core.built_in import PARTS
 from paceline.core.errors import (
     CheckpointError,
     ConfigError,
@@ -20,6 +21,7 @@ from paceline.core.errors import (
     StopRequested,
     TaskError,
 )
+from paceline.core.plugins import import_object
 from paceline.data.stream import StreamLoader
 from paceline.elastic.worker_channel import AgentClient
 from paceline.parallel.strategy_selection import strategy_name
@@ -35,7 +37,7 @@ from paceline.training.reproducibility import seed_transition
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState
 from paceline.training.state_manager import StateManager
-from paceline.training.step import ComposedStep, SyncStep, overrides_train_step, require_train_step_support
+from paceline.training.step import SyncStep, overrides_train_step, require_train_step_support
 
 # --- The step, computed by all ranks together ---
 
@@ -52,7 +54,7 @@ class SyncEngine(Engine):
     ) -> None:
         super().__init__(run, states, world)
         self._update = update
-        self._is_composed = overrides_train_step(run.task)
+        self._composed_step = import_object(PARTS["train_step"]) if overrides_train_step(run.task) else None
         self._keeps_copies = True
 
     def steps(self, group: GroupContext) -> Generator[SyncStep, None, ControlFlags]:
@@ -64,9 +66,8 @@ class SyncEngine(Engine):
             yield step
             with self._states.mutating():
                 sums = step.commit()
-            if isinstance(step, ComposedStep):
-                # A copy is of use only if a pass can fail after a change; steps of a task are alike.
-                self._keeps_copies = step.changed_before_pass
+            # A copy is of use only if a pass can fail after a change; steps of a task are alike.
+            self._keeps_copies = step.changed_before_pass
             if self._run.schedule.sync_schedule.is_sync_step(progress):
                 break
             group.on_step_end()
@@ -78,8 +79,9 @@ class SyncEngine(Engine):
         return flags
 
     def _open(self, group: GroupContext) -> SyncStep:
-        if self._is_composed:
-            return ComposedStep(self._run, self._states, group, keeps_copy=self._keeps_copies)
+        if self._composed_step is not None:
+            step: SyncStep = self._composed_step(self._run, self._states, group, keeps_copy=self._keeps_copies)
+            return step
         return SyncStep(self._run, self._states, group, self._update)
 
     def end_interval(self, group: GroupContext) -> None:

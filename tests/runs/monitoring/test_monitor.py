@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ def make_monitor(directory: RunDirectory, **options: Any) -> Monitor:
 def run_steps(monitor: Monitor, first: int, last: int) -> None:
     for step in range(first + 1, last + 1):
         monitor.timer.mark("forward")
-        rows = [monitor.status(step)] * 2 if monitor.is_due(step) else ()
-        monitor.on_step_end(step, (step - 1) // 10, 64, 1.0 / step, (0.1,), rows)
+        rows = partial(lambda at: [monitor.status(at)] * 2, step)
+        monitor.on_step_end(step, (step - 1) // 10, 64, 1.0 / step, lambda: (0.1,), rows)
 
 
 def test_records_are_due_at_multiples_and_at_the_end(directory: RunDirectory) -> None:
@@ -57,7 +58,7 @@ def test_a_train_record_says_everything(directory: RunDirectory) -> None:
     with make_monitor(directory, log_every=5) as monitor:
         for step in range(1, 6):
             monitor.timer.seconds["forward"] += 0.01
-            monitor.on_step_end(step, 0, 64, 0.5, (0.1, 0.2), rows)
+            monitor.on_step_end(step, 0, 64, 0.5, lambda: (0.1, 0.2), lambda: rows)
     (record,) = read_json_lines(directory.metrics)
     assert record.pop("time") > 1e9
     assert record.pop("seconds") >= 0
@@ -80,14 +81,14 @@ def test_a_train_record_says_everything(directory: RunDirectory) -> None:
 def test_the_rate_counts_what_came_since_the_last_record_and_no_evaluation(directory: RunDirectory) -> None:
     with make_monitor(directory, log_every=1) as monitor:
         monitor.timer.seconds["forward"] += 1.0
-        monitor.on_step_end(1, 0, 100, 0.5, (0.1,))
+        monitor.on_step_end(1, 0, 100, 0.5, lambda: (0.1,))
         monitor.timer.seconds["evaluation"] += 50.0
         monitor.timer.seconds["forward"] += 2.0
-        monitor.on_step_end(2, 0, 100, 0.5, (0.1,))
+        monitor.on_step_end(2, 0, 100, 0.5, lambda: (0.1,))
     assert [r["samples_per_s"] for r in read_json_lines(directory.metrics)] == [100.0, 50.0]
 
 
-def test_loss_and_rows_are_fetched_only_when_a_record_is_due(directory: RunDirectory) -> None:
+def test_rates_and_rows_are_fetched_only_when_a_record_is_due(directory: RunDirectory) -> None:
     fetched: list[str] = []
 
     def fetch(name: str, value: Any) -> Callable[[], Any]:
@@ -101,8 +102,8 @@ def test_loss_and_rows_are_fetched_only_when_a_record_is_due(directory: RunDirec
         for step in range(1, 11):
             assert fetched == []
             row = RankStatus(0.1, 1.0, 1.0, 1.0)
-            monitor.on_step_end(step, 0, 64, fetch("loss", 0.5), fetch("lr", [0.1]), fetch("rows", [row, row]))
-    assert sorted(fetched) == ["loss", "lr", "rows"]
+            monitor.on_step_end(step, 0, 64, 0.5, fetch("lr", [0.1]), fetch("rows", [row, row]))
+    assert sorted(fetched) == ["lr", "rows"]
 
 
 def test_only_rank_zero_writes(directory: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +149,7 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_its_file_anew(direct
 
 def test_a_loss_that_is_nan_is_null_on_record(directory: RunDirectory) -> None:
     with make_monitor(directory, log_every=1) as monitor:
-        monitor.on_step_end(1, 0, 64, math.nan, (0.1,))
+        monitor.on_step_end(1, 0, 64, math.nan, lambda: (0.1,))
         monitor.on_eval_end("val", 1, 0, {"loss": math.inf})
     train, evaluation = (
         json.loads(line, parse_constant=pytest.fail) for line in directory.metrics.read_text().splitlines()

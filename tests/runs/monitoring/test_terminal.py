@@ -93,7 +93,7 @@ def train(
         monitor.note("a note")
         for step in range(1, 41):
             monitor.timer.seconds["forward"] += 0.01
-            monitor.on_step_end(step, (step - 1) // 20, 64, 1.0 / step, (0.1,), rows)
+            monitor.on_step_end(step, (step - 1) // 20, 64, 1.0 / step, lambda: (0.1,), lambda: rows)
             if step % 20 == 0:
                 monitor.set_status("evaluating val")
                 monitor.on_eval_end("val", step, (step - 1) // 20, {"accuracy": 0.5})
@@ -166,7 +166,7 @@ def test_the_terminal_is_given_back(directory: RunDirectory, screen: FakeTermina
 def test_the_terminal_is_given_back_after_an_error(directory: RunDirectory, screen: FakeTerminal) -> None:
     def fail() -> None:
         with Monitor(directory, **OPTIONS) as monitor:
-            monitor.on_step_end(1, 0, 64, 0.5, (0.1,))
+            monitor.on_step_end(1, 0, 64, 0.5, lambda: (0.1,))
             print("no line end yet", end="")
             raise RuntimeError("boom")
 
@@ -237,7 +237,7 @@ def test_a_pipe_gets_a_line_every_30_seconds_within_a_long_epoch(
     with Monitor(directory, **{**OPTIONS, "epochs": None, "total_steps": 1000, "log_every": 500}) as monitor:
         for step in range(1, 9):
             monitor.timer.seconds["forward"] += 0.01
-            monitor.on_step_end(step, 0, 64, 1.0 / step, (0.1,))
+            monitor.on_step_end(step, 0, 64, 1.0 / step, lambda: (0.1,))
     lines = capsys.readouterr().err.splitlines()
     assert 2 <= len(lines) < 8
     assert lines[-1].startswith("2026-11-27 22:30:00  epoch 1  step ")

@@ -47,9 +47,9 @@ from paceline.training.session import (
     set_up,
 )
 from paceline.training.state_manager import StateManager
-from paceline.training.step import ComposedStep
 from paceline.training.trainer import Trainer
 from paceline.training.worker import join_launched_group
+from paceline_own_loop.composed_step import ComposedStep
 from paceline_own_loop.parts import OwnLoop, as_parts
 from paceline_own_loop.ranks import start_ranks, started_rank, starts_ranks
 from paceline_own_loop.step import LoopStep, OptimizerGuard

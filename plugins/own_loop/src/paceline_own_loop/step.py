@@ -15,8 +15,9 @@ from paceline.core.task import LossResult
 from paceline.torch_internals import count_writes
 from paceline.training.group_context import GroupContext
 from paceline.training.session import clear_frames
-from paceline.training.step import ComposedStep, Pass, microbatch_loss
+from paceline.training.step import Pass, microbatch_loss
 from paceline.training.trainer import Trainer
+from paceline_own_loop.composed_step import ComposedStep
 
 LossOfBatch = Callable[[Any], LossResult]
 """Takes a micro-batch; returns what :meth:`paceline.Task.loss` does."""
