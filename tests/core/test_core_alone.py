@@ -89,6 +89,7 @@ def test_what_is_in_a_plug_in_names_what_installs_it(alone: Paceline) -> None:
         "paceline_pages": ("runs", "."),
         "paceline_lm": ("train", "hf:model", *STEPS),
         "paceline_trackers": ("train", TASK, *STEPS, "--log-to", "mlflow"),
+        "paceline_stores": ("train", TASK, *STEPS, "--backup-to", "copies"),
     }.items():
         done = alone(*words)
         assert done.returncode == 2, words

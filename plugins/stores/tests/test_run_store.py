@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.runs.made import make_run
@@ -254,7 +255,7 @@ def test_a_failed_copy_is_repeated_until_it_works(
     try:
         backup = Backup(address, run, KEEP, store)
         backup.take(*train(run, 1))
-        wait_until(lambda: ("backup", 1, None) in reports())
+        wait_until(lambda: ("backup", 1, None) in reports(), "the first copy")
         left = 100
         backup.take(*train(run, 2))
         backup.close(60)

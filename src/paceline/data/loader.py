@@ -202,11 +202,9 @@ def build_loader(
         dataset: a ``TensorDataset``, or anything with ``__len__`` and ``__getitem__``.
         order: the samples of each micro-batch; its ``dataset_size`` is the split's length.
         seed: keys the randomness inside ``__getitem__``.
-        device: the device of the batches.
         workers: worker processes; 0 loads in this one. Tensors need none.
         collate: turns a list of samples into a batch; ``task.collate``.
         index_map: the split's sample numbers in the dataset, if it was split off.
-        split: its name, for messages.
         check: read some samples twice from time to time, and compare them.
 
     Raises:

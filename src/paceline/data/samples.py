@@ -551,7 +551,6 @@ class SampleCheck:
         reference: a number in [1, 2**48] for the bits of some samples that every process reads.
         num_samples: the samples that were compared; 0 if they could not be.
         problem: what differed; None if nothing did.
-        seconds: how long it took.
     """
 
     reference: int

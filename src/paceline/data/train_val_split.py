@@ -41,7 +41,6 @@ def split_train_val(num_samples: int, fraction: float, seed: int) -> TrainValSpl
     Args:
         num_samples: samples in the dataset, 2 to 2**52.
         fraction: the validation part, in (0, 1); at least one sample is left on either side.
-        seed: keys the choice.
 
     Raises:
         ConfigError: the fraction is not between 0 and 1.

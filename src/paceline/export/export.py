@@ -314,7 +314,6 @@ class ExportedDirectory:
     """A directory that was written, with the origin and the check of its model.
 
     Attributes:
-        directory: where it is.
         format: a name of :data:`paceline.core.built_in.DIRECTORY_FORMATS`.
         model_sha256: of the trained model's weights.
         split: the samples that were compared, in words.

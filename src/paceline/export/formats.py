@@ -127,7 +127,6 @@ def capture(inference: InferenceSignature, inputs: Sequence[Tensor]) -> Exported
     """Trace the module for any batch size, and any size where a shape has None.
 
     Args:
-        inference: the signature with the module.
         inputs: a batch of at least two samples, whose values do not become part of the program.
 
     Raises:

@@ -37,9 +37,7 @@ def infer_signature(task: Task, model: nn.Module, batch: Any) -> InferenceSignat
     """Infer the signature from a batch, and from what ``task.loss`` calls the model with.
 
     Args:
-        task: defines no signature.
         model: in evaluation mode.
-        batch: of the data set.
 
     Raises:
         ExportError: it is not the obvious case.

@@ -15,14 +15,7 @@ class OnnxProgram:
     """A loaded model.
 
     Args:
-        model: its bytes.
         read: returns the content of the package's file of this name, or raises; no other file is read.
-        options: onnxruntime's.
-        providers: onnxruntime's.
-
-    Attributes:
-        inputs: names of the inputs.
-        outputs: names of the outputs.
 
     Raises:
         ConfigError: onnxruntime is missing.

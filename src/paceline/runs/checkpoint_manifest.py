@@ -38,9 +38,7 @@ def open_untrusted(what: str, failure: type[PacelineError], remedy: str, path: P
 
     Args:
         what: what the directory is, for messages.
-        failure: the error to raise.
         remedy: what the user can do, a sentence.
-        path: the directory.
     """
     try:
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -58,7 +56,6 @@ def open_listed(directory: int, name: str, size: int | None = None) -> io.Buffer
 
     Args:
         directory: a descriptor.
-        name: the file's name in it.
         size: the expected size in bytes; None for the manifest itself.
 
     Raises:
@@ -150,8 +147,6 @@ class CheckpointInfo:
     """The description of a checkpoint.
 
     Attributes:
-        task: the task's name.
-        run: the run's unique id.
         step: optimizer steps done.
         state_version: transitions of the state done; it orders checkpoints.
         epoch: epochs done.
@@ -371,7 +366,6 @@ def problems(path: Path, on_read: Callable[[int], None] = lambda size: None) -> 
     """List everything wrong with the checkpoint in ``path``, one line per file; empty if it verifies.
 
     Args:
-        path: its directory.
         on_read: called after each piece that was read, with its number of bytes.
     """
     messages: list[str] = []

@@ -69,7 +69,6 @@ class Found:
 
     Attributes:
         path: the newest checkpoint that verifies, or None.
-        manifest: its manifest, or None.
         skipped: for each newer one, why it cannot be used; newest first.
     """
 
@@ -137,7 +136,6 @@ def commit(
         contents: each file's name and buffers.
         before_commit: called when the files are on disk and the manifest is not, to make durable what the checkpoint
             relies on (the ledger).
-        format: of the contents.
         draft: the temporary directory in it, if others write there; the caller removes what is left.
         collect: waits for the files of others there, and returns them.
 
@@ -179,7 +177,6 @@ def copy(source: Path, directory: Path, **changed: Any) -> Path:
     that verifies is kept.
 
     Args:
-        source: the checkpoint.
         directory: the checkpoints' directory; created if missing.
         changed: fields of the copy's :class:`CheckpointInfo`, such as the id of the run that it belongs to.
 

@@ -102,14 +102,12 @@ class Monitor:
 
     Args:
         directory: the run's directory, which exists.
-        rank, world_size: this process's.
         computing: number of computing ranks; later ones are spares, whose idleness is not an imbalance. None: no spare.
         total_steps: of the whole run; None if unknown.
         epochs: where they begin; None if they have no fixed length.
         first_step: steps done before this process started. Records of later steps, from a killed run, are dropped, so
             that no curve has two points for a step.
         log_every: steps between two records.
-        quiet: show nothing on the terminal.
         log_format: of lines where there is no terminal.
         device: the model's device, whose memory and utilisation are reported.
         trackers: builds experiment trackers from the earlier records; called on rank 0 only.

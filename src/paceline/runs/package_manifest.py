@@ -82,7 +82,6 @@ class Provenance:
     """The origin of a package's model.
 
     Attributes:
-        run: the run's id.
         task: as ``paceline train TASK`` names it.
         fields: the task's hyperparameters, JSON types.
         step: optimizer steps of the model.
@@ -165,15 +164,12 @@ class PackageManifest:
     """The manifest of a package.
 
     Attributes:
-        name: of the model.
         created: time in ISO 8601.
         inputs: of the program, by name, in the order of its arguments.
-        outputs: by name.
         labels: the class names, by number.
         probabilities: the output that holds each class's probability.
         label: the output that holds the most likely class.
         metrics: of the trained model on the test split.
-        provenance: the origin of the model.
         files: all files but the manifest, by name.
         weights: the file with the model's state.
         programs: format ("pt2", "onnx") -> file.

@@ -52,7 +52,6 @@ class Tag(StrictStruct, frozen=True):
     """The package of a tag.
 
     Attributes:
-        digest: the package's.
         earlier: the digests of previous packages, the last one first.
     """
 

@@ -141,7 +141,6 @@ def show_on(terminal: tuple[int, int], streams: tuple[Tee, Tee], stack: ExitStac
     Args:
         terminal: descriptors for stdout and stderr.
         streams: stdout and stderr; a handler of ``logging`` that holds one of them prints there, too.
-        stack: undoes it.
     """
     for descriptor, stream in zip(terminal, streams, strict=True):
         file = stack.enter_context(open(descriptor, "w", buffering=1, closefd=False))  # noqa: SIM115

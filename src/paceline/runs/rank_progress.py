@@ -37,9 +37,6 @@ class HeartbeatRecord:
 
     Attributes:
         time: Unix time of the beat, by the rank's own clock.
-        rank, world_size: the rank's.
-        host, pid: the process.
-        step: steps done.
         stepped: Unix time of the first beat at that step.
         steps_per_s: since the previous beat; None at the first.
         left: the process exited in order, so there will be no more beats.
@@ -58,11 +55,6 @@ class HeartbeatRecord:
 
 class Heartbeat:
     """Writes heartbeats until it is closed; a failed write is retried with the next beat.
-
-    Args:
-        directory: the run's.
-        rank, world_size: this process's.
-        step: steps done so far.
 
     Attributes:
         step: steps done; the trainer sets it.

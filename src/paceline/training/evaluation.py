@@ -180,8 +180,6 @@ class Evaluator:
 
     Args:
         task: whose ``metrics`` and ``loss`` are evaluated.
-        device: the model's.
-        batches: the split.
         autocast: makes a fresh context of the precision to evaluate in.
         with_loss: add the task's loss to the metrics, where these do not have one.
     """

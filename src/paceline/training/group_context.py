@@ -89,10 +89,6 @@ class Engine:
     ) -> StepSums:
         """Enter an applied step into the ledger, now or, with others, at the end of the interval.
 
-        Args:
-            record: enters it.
-            row: this rank's row.
-
         Returns:
             The sums, with the rows of all ranks.
         """
@@ -133,10 +129,8 @@ class GroupContext:
     """A rank's part in one group. All ranks construct it together; afterwards it is complete, and is closed once.
 
     Attributes:
-        mesh, world: the ranks.
         work_split: each rank's number of micro-batches; 0 for servers and spares.
         strategy: computes and sums a step's micro-batches.
-        monitor: shows and records progress.
         hooks: additions of the engine and of options to a step.
         fetch: returns this rank's micro-batches of a step: (epoch, step in epoch, numbers).
         runner: runs forward and backward of a micro-batch.

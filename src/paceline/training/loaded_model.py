@@ -58,7 +58,6 @@ def load_model(
     Args:
         wanted: which checkpoint, as :func:`paceline.runs.checkpoint_selection.select_checkpoint` says.
         model: filled instead, where a script builds the model itself.
-        device: where the model goes.
 
     Returns:
         The model in evaluation mode: the moving average where the run keeps one.
@@ -106,7 +105,6 @@ class EvaluableModel:
         """Compute the metrics of a split, by name, as the run itself would record them.
 
         Args:
-            observe: receives each batch.
             module: evaluated instead of the model.
 
         Raises:
@@ -124,7 +122,6 @@ class LoadedModel(EvaluableModel):
     """The model of one of a run's checkpoints.
 
     Attributes:
-        path: the checkpoint's directory.
         is_best: whether it is the best model so far.
     """
 

@@ -32,7 +32,6 @@ class EMA(AveragedModel):
 
     Args:
         module: a second model, laid out as the first and equal to it, that becomes the average.
-        decay: of the average.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -218,10 +217,6 @@ GroupNames: TypeAlias = Sequence[Sequence[str]]
 def sort_parameters(name: str, optimizer: Optimizer, module: nn.Module) -> None:
     """Put the parameters of each group into the order of the model, in place.
 
-    Args:
-        name: the optimizer's, for messages.
-        optimizer: as the task built it.
-
     Raises:
         TaskError: the model does not have one of them.
     """
@@ -347,14 +342,7 @@ def require_shapes(state: Mapping[str, Any], model: Mapping[str, Any]) -> None:
 
 
 def describe_difference(one: GroupNames, other: GroupNames, where: str, elsewhere: str) -> str | None:
-    """Return the first difference of two lists of groups, whatever the order in a group; None if there is none.
-
-    Args:
-        one: the names of the parameters of each group.
-        other: the same elsewhere.
-        where: where the first ones are.
-        elsewhere: where the others are.
-    """
+    """Return the first difference of two lists of groups, whatever the order in a group; None if there is none."""
     for number, (here, there) in enumerate(itertools.zip_longest(one, other, fillvalue=())):
         for names, others, has, has_not in ((here, set(there), where, elsewhere), (there, set(here), elsewhere, where)):
             if name := next((name for name in names if name not in others), None):

@@ -368,8 +368,6 @@ def seed_microbatch(seed: int, step: int, microbatch: int, number: int = 0) -> N
     """Seed before a micro-batch's forward, so that dropout does not depend on the rank or the time.
 
     Args:
-        step: steps done.
-        microbatch: the index.
         number: of the pass over the micro-batches, within the step.
     """
     _seed(derive_key(seed, _MICROBATCH, step, microbatch, *_further(number)))

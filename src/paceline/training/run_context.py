@@ -344,11 +344,6 @@ class RunContext:
     def evaluator_of(self, dataset: Any, split: str, task: Task, *, with_loss: bool) -> Evaluator:
         """Build the evaluator of a dataset that is not the task's own.
 
-        Args:
-            split: what it is called.
-            task: its metrics are computed.
-            with_loss: and its loss.
-
         Raises:
             DataError: the dataset cannot be read.
         """
@@ -505,6 +500,8 @@ def setup_run(
     # Recorded, and so kept when the run is continued: another number of threads gives other bits.
     threads = config.processes.threads or request.default_threads
     config = config.replace(task=spec, run_dir=str(directory.path), threads=threads)
+    if config.records.backup_to is not None:
+        import_object(PARTS["--backup-to"])
     if config.records.backup_to is not None and not is_address(config.records.backup_to):
         if Path(config.records.backup_to).resolve().is_relative_to(directory.path.resolve()):
             raise ConfigError(

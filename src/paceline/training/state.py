@@ -49,11 +49,7 @@ from paceline.training.optim import (
 
 @contextmanager
 def explain_missing_base(manifest: Mapping[str, Any]) -> Iterator[None]:
-    """Add to a task's error where the frozen parameters were that a run has left out of its checkpoints.
-
-    Args:
-        manifest: the content of ``run.toml``.
-    """
+    """Add to a task's error where the frozen parameters were that a run has left out of its checkpoints."""
     try:
         yield
     except TaskError as error:
@@ -68,9 +64,6 @@ def explain_missing_base(manifest: Mapping[str, Any]) -> Iterator[None]:
 
 def build_task_model(task: Task, manifest: Mapping[str, Any] = MappingProxyType({})) -> nn.Module:
     """Build the task's model.
-
-    Args:
-        manifest: the content of ``run.toml``, if there is one.
 
     Raises:
         TaskError: it is not a module, or has no parameter to train.

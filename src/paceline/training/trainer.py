@@ -101,8 +101,6 @@ class Trainer:
     opened.
 
     Attributes:
-        states: this rank's copy of the state.
-        code: records the code of the run.
         checkpointer: writes checkpoints in the background while this rank is rank 0 of a group.
         carryover: values that this process takes from one group into the next, in addition to the state.
 
