@@ -1,4 +1,4 @@
-"""Copies of a run in another directory or an object store: what a training asks of them, and reading one."""
+"""The interface of a run's copies, in another directory or an object store, and the reader of one."""
 
 from __future__ import annotations
 
