@@ -89,7 +89,7 @@ def read_run(run: Path) -> None:
         ("gc", run.parent, "--keep-last", "1"),
     ):
         _command(*map(str, words))
-    _, rows = Index([run.parent]).rows()
+    rows = Index([run.parent]).rows()
     json.dumps(rows)
 
 

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from paceline.core.config import configuration
-from paceline.core.errors import ConfigError, RunDirectoryError
+from paceline.core.errors import ConfigError, PackageError, RunDirectoryError
 from paceline.runs.code_record import read_code
 from paceline.runs.directory import RunDirectory
+from paceline.runs.package import read_manifest
+from paceline.runs.package_registry import Registry
 from paceline_pages.run_status import (
     FOREIGN,
     RunSummary,
@@ -133,3 +137,16 @@ def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, tuple
     names = dict.fromkeys(name for of_run in settings for name in of_run)
     rows = {name: tuple(of_run.get(name) for of_run in settings) for name in names}
     return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
+
+
+def packages_of(run_id: object) -> list[Path]:
+    """Return the packages of the user's registry that were exported from a run."""
+    registry = Registry.of_user()
+    return [path for path in map(registry.path_of, registry.digests()) if _run_of(path) == run_id]
+
+
+@cache
+def _run_of(package: Path) -> str | None:
+    with suppress(PackageError):  # a damaged one concerns its own commands
+        return read_manifest(package)[0].provenance.run
+    return None

@@ -18,27 +18,27 @@ from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from paceline import __version__
 from paceline.core.access import create_token, read_token
 from paceline.core.config import configuration
 from paceline.core.environment import is_loopback
-from paceline.core.errors import ConfigError, PacelineError, PackageError, RunDirectoryError
-from paceline.core.files import open_regular, read_document
+from paceline.core.errors import ConfigError, PacelineError, RunDirectoryError
+from paceline.core.files import read_document
 from paceline.launch.job_records import JobRecord, read_records
 from paceline.launch.launcher import JobStatus
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import finite
-from paceline.runs.package import read_manifest
 from paceline.runs.package_registry import Registry
 from paceline.runs.timeline import timeline
 from paceline_pages.checkpoint_list import entries
+from paceline_pages.comparison import packages_of
 from paceline_pages.jobs_command import status_of
 from paceline_pages.run_index import Curves, Index, read_beats
-from paceline_serving.access import is_cross_site, is_same_token
+from paceline_pages.run_status import FOREIGN, read_tail
+from paceline_serving.access import is_cross_site, is_local_name, is_same_token
 from paceline_serving.static_assets import HEADERS, read_assets, tag_of
 
 # --- Access: on loopback every user of this machine, on other addresses only with the token ---
@@ -63,9 +63,6 @@ class DashboardAccess:
                 f"--host {host} can be reached from other machines, so it needs --token-file FILE (the file is "
                 "created if it is missing). Or leave --host out and use ssh -L."
             )
-        self._names = {f"{name}:{port}" for name in ("localhost", "127.0.0.1", "[::1]")}
-        if is_loopback(host):
-            self._names.add(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         self._token = token
         self._cookie_name = f"{COOKIE}-{port}"  # browsers send a host's cookies to all of its ports
 
@@ -74,7 +71,7 @@ class DashboardAccess:
 
         With a token any name is allowed, since a page of another name does not have its cookie.
         """
-        return self._token is not None or host_header.lower() in self._names
+        return self._token is not None or is_local_name(host_header.encode("latin-1"))
 
     def admits(self, authorization: str, cookies: str) -> bool:
         """Return whether a request with these headers ``Authorization`` and ``Cookie`` carries the token."""
@@ -176,7 +173,6 @@ class RunCache:
 
     def __init__(self) -> None:
         self._followed: OrderedDict[str, Curves] = OrderedDict()
-        self._runs_of_packages: dict[str, str | None] = {}  # by digest
         self._lock = threading.Lock()
 
     def curves(self, run: str, directory: RunDirectory) -> dict[str, Any]:
@@ -197,12 +193,12 @@ class RunCache:
             "config": lambda its: configuration(its.read_manifest()),
             "history": _history,
             "checkpoints": _checkpoints,
-            "packages": self._packages,
+            "packages": _packages,
         }
         for name, read in readers.items():
             try:
                 detail[name] = read(directory)
-            except (PacelineError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            except (PacelineError, *FOREIGN) as error:
                 detail[name] = None
                 problems.append(f"{name}: {error}")
         numbers = (path.stem.removeprefix("rank-") for path in directory.logs.glob("rank-*.log"))
@@ -210,23 +206,6 @@ class RunCache:
         detail["report"] = (directory.path / REPORT).is_file()
         detail["trackers"] = _trackers(directory)
         return detail
-
-    def _packages(self, directory: RunDirectory) -> list[str]:
-        """Return the references, or else the digests, of a run's packages; each manifest is read once."""
-        try:
-            run_id, registry = directory.read_manifest().get("id"), Registry.of_user()
-        except RunDirectoryError:
-            return []  # the configuration's problem says so
-        runs = self._runs_of_packages
-        for digest in registry.digests():
-            if digest not in runs:
-                try:
-                    runs[digest] = read_manifest(registry.path_of(digest))[0].provenance.run
-                except PackageError:  # it concerns its own commands
-                    runs[digest] = None
-        found = [digest for digest in registry.digests() if runs.get(digest) == run_id]
-        names = [(str(reference), tag.digest) for reference, tag in (registry.references() if found else {}).items()]
-        return [name for digest in found for name in [n for n, its in names if its == digest] or [digest]]
 
     def _follow(self, run: str, directory: RunDirectory) -> Curves:
         followed = self._followed.setdefault(run, Curves(directory.metrics))
@@ -241,15 +220,9 @@ def log_tail(directory: RunDirectory, rank: int) -> str | None:
     """Return the end of a rank's output; None if it has no log."""
     path = directory.log_of(rank)
     try:
-        if path.is_symlink() or not path.is_file():
-            return None
-        with open_regular(path) as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _LOG_BYTES))
-            content = file.read(_LOG_BYTES).decode(errors="replace")
+        return None if path.is_symlink() else read_tail(path)
     except OSError:
         return None
-    return content if size <= _LOG_BYTES else content.partition("\n")[2]
 
 
 def read_report(directory: RunDirectory) -> bytes | None:
@@ -274,6 +247,17 @@ def _trackers(directory: RunDirectory) -> list[dict[str, Any]]:
     return found
 
 
+def _packages(directory: RunDirectory) -> list[str]:
+    """Return the references, or else the digests, of a run's packages."""
+    try:
+        found = [path.name for path in packages_of(directory.read_manifest().get("id"))]
+    except RunDirectoryError:
+        return []  # the configuration's problem says so
+    references = Registry.of_user().references() if found else {}
+    names = {digest: [str(name) for name, tag in references.items() if tag.digest == digest] for digest in found}
+    return [name for digest, own in names.items() for name in own or [digest]]
+
+
 def _history(directory: RunDirectory) -> dict[str, Any]:
     history = timeline(directory.read_events())
     return {
@@ -284,7 +268,6 @@ def _history(directory: RunDirectory) -> dict[str, Any]:
             for interruption in history.interruptions[-_MAX_ENTRIES:]
         ],
         "goodput": history.goodput.share,
-        "lost_s": dict(history.goodput.lost_s),
     }
 
 
@@ -302,17 +285,11 @@ _MAX_CLIENTS = 64
 _MAX_FORM_BYTES = 1024  # bytes
 
 
-class Resources(Protocol):
-    """What a server sends, by path."""
-
-    def find(self, path: str, query: dict[str, list[str]]) -> Page | None:
-        """Return a resource; None if there is none."""
-
-
 class PageServer:
     """A server in threads of its own, until it is closed.
 
     Args:
+        find: returns the resource at a path, with the values of its query; None if there is none.
         port: 0 picks a free one.
         token: the secret that visitors must send; None: the server requires no token.
         prefix: of the options of the address, in messages.
@@ -321,10 +298,10 @@ class PageServer:
         ConfigError: the address is not available, or other machines could reach it without a token.
     """
 
-    def __init__(self, pages: Resources, *, host: str, port: int, token: bytes | None, prefix: str = "") -> None:
+    def __init__(self, find: Find, *, host: str, port: int, token: bytes | None, prefix: str = "") -> None:
         DashboardAccess(host, port, token)  # check before anything is opened
         try:
-            self._server = _Server(host, port, lambda bound: DashboardAccess(host, bound, token), pages)
+            self._server = _Server(host, port, token, find)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {host}, port {port}: {error.strerror or error}. Choose another --{prefix}port; 0 "
@@ -350,7 +327,7 @@ class DashboardServer(PageServer):
     def __init__(
         self, roots: list[Path], *, host: str = "127.0.0.1", port: int = 0, token: bytes | None = None
     ) -> None:
-        super().__init__(Pages(Index(roots), Jobs()), host=host, port=port, token=token)
+        super().__init__(Pages(Index(roots), Jobs()).find, host=host, port=port, token=token)
 
 
 class Page(NamedTuple):
@@ -361,6 +338,8 @@ class Page(NamedTuple):
     tag: str
     policy: str | None = None
 
+
+Find = Callable[[str, dict[str, list[str]]], Page | None]
 
 _REPORT_POLICY = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
 """A report is a file of the run, which may be another's: it runs nothing, and has an origin of its own."""
@@ -389,7 +368,7 @@ class Pages:
 
     def _document(self, path: str, query: dict[str, list[str]]) -> dict[str, Any] | bytes | None:
         if path == "/api/runs":
-            _, rows = self._index.rows(query.get("since", [""])[0])
+            rows = self._index.rows(query.get("since", [""])[0])
             return {**rows, "jobs": self._jobs.rows(self._index), "version": __version__}
         match = _PATHS.fullmatch(path)
         directory = self._index.directory(match[1]) if match else None
@@ -426,15 +405,15 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, access: Callable[[int], DashboardAccess], pages: Resources) -> None:
+    def __init__(self, host: str, port: int, token: bytes | None, find: Find) -> None:
         if ":" in host:
             self.address_family = socket.AF_INET6
         # Each one's client, and the time since which its request is awaited: infinite while it is answered.
         self._connections: dict[socket.socket, tuple[str, float]] = {}
         self._lock = threading.Lock()
-        self.pages = pages
+        self.find = find
         super().__init__((host, port), _Handler)
-        self.access = access(self.server_address[1])
+        self.access = DashboardAccess(host, self.server_address[1], token)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
@@ -483,7 +462,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.mark(self.connection, is_answering=True)
-        target, access, pages = urlsplit(self.path), self.server.access, self.server.pages
+        target, access, find = urlsplit(self.path), self.server.access, self.server.find
         if not access.is_our_name(self.headers.get("Host", "")):
             self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server has another host name")
             return
@@ -494,12 +473,11 @@ class _Handler(BaseHTTPRequestHandler):
             if target.path not in ("/", "/static/login.css", "/static/icon.svg"):
                 self._refuse(HTTPStatus.UNAUTHORIZED, "the token is missing or wrong")
                 return
-            page = pages.find("/static/login.html" if target.path == "/" else target.path, {})
+            page = find("/static/login.html" if target.path == "/" else target.path, {})
         else:
             try:
-                page = pages.find(target.path, parse_qs(target.query))
-            except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-                # Files of other programs can be wrong in every way.
+                page = find(target.path, parse_qs(target.query))
+            except FOREIGN as error:
                 self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"cannot be read: {error}")
                 return
         if page is None:
@@ -535,25 +513,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _enter(self) -> None:
         """Give the browser the cookie, and the address without the token."""
-        self.send_response(HTTPStatus.SEE_OTHER)
-        self.send_header("Location", "/")
-        self.send_header("Set-Cookie", self.server.access.set_cookie())
-        self._end(b"")
+        self._send(HTTPStatus.SEE_OTHER, b"", {"Location": "/", "Set-Cookie": self.server.access.set_cookie()})
 
     def _answer(self, status: HTTPStatus, page: Page) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", page.kind)
-        if page.tag:
-            self.send_header("ETag", page.tag)
-        self._end(page.content, {"Content-Security-Policy": page.policy} if page.policy else {})
+        headers = {"Content-Type": page.kind, "ETag": page.tag, "Content-Security-Policy": page.policy}
+        self._send(status, page.content, {name: value for name, value in headers.items() if value})
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
         self._answer(status, Page("application/json", json.dumps({"error": why}).encode(), tag=""))
 
-    def _end(self, content: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> None:
-        for name, value in {**HEADERS, **headers}.items():
+    def _send(self, status: HTTPStatus, content: bytes, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**HEADERS, **headers, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)

@@ -91,21 +91,6 @@ class RunMetrics:
             add("interruptions", "Interruptions, by cause.", number, cause=cause)
 
 
-class _MetricsPages:
-    """The one resource of the server."""
-
-    def __init__(self, directory: RunDirectory) -> None:
-        from prometheus_client import CollectorRegistry
-
-        self._registry = CollectorRegistry()
-        self._registry.register(RunMetrics(directory))
-
-    def find(self, path: str, query: dict[str, list[str]]) -> Page | None:
-        from prometheus_client import generate_latest
-
-        return Page(_CONTENT_TYPE, generate_latest(self._registry), tag="") if path == "/metrics" else None
-
-
 class RunMetricsServer(PageServer):
     """Serves a run's metrics next to its processes, while the context is open.
 
@@ -116,9 +101,17 @@ class RunMetricsServer(PageServer):
     def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
         options = config[MetricsOptions]
         import_library("prometheus_client", "--metrics-port", "pip install prometheus-client")
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry()
+        registry.register(RunMetrics(directory))
+
+        def find(path: str, query: dict[str, list[str]]) -> Page | None:
+            return Page(_CONTENT_TYPE, generate_latest(registry), tag="") if path == "/metrics" else None
+
         file = options.metrics_token_file
         super().__init__(
-            _MetricsPages(directory),
+            find,
             host=options.metrics_host,
             port=options.metrics_port or 0,
             token=None if file is None else read_or_create_token(Path(file)),

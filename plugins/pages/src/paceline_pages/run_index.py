@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -79,11 +80,14 @@ class Curve:
     def __init__(self) -> None:
         self._columns: tuple[list[int], list[float], list[float], list[float]] = ([], [], [], [])
         self._group = 1  # records per point
+        self._step = 0
+        self._begin_point()
+
+    def _begin_point(self) -> None:
         self._count = 0  # newest records
         self._sum = 0.0
         self._low = math.inf
         self._high = -math.inf
-        self._step = 0
 
     def add(self, step: int, value: float) -> None:
         self._step = step
@@ -99,10 +103,7 @@ class Curve:
             means.append(self._sum / self._count)
             lows.append(self._low)
             highs.append(self._high)
-            self._count = 0
-            self._sum = 0.0
-            self._low = math.inf
-            self._high = -math.inf
+            self._begin_point()
             if len(steps) == MAX_POINTS:
                 self._halve()
 
@@ -206,10 +207,8 @@ class Curves:
         step = record.step
         if record.kind == "train":
             self._ranks = record.ranks
-            self._add("loss", step, record.loss)
-            self._add("lr", step, record.lr)
-            self._add("samples_per_s", step, record.samples_per_s)
-            self._add("imbalance", step, record.imbalance)
+            for name in ("loss", "lr", "samples_per_s", "imbalance"):
+                self._add(name, step, getattr(record, name))
             self._add_all("logged", step, record.logged)
         elif record.kind == "eval":
             self._add_all(str(record.split), step, record.metrics)
@@ -289,12 +288,22 @@ def alerts(
     if nonfinite:
         found.append(Alert("loss", "error", f"the loss was NaN or infinite at step {nonfinite[-1]}"))
     if state in ("running", "waiting"):
-        found += [*_beat_alerts(beats, now), *_disk_alerts(disk), *_fault_alerts(events, now)]
-    found += _save_alerts(events)
+        found += _alerts_of_active(events, beats, disk, now)
+    # Saves that failed since the last success.
+    last = {event.get("event"): (number, event) for number, event in enumerate(events)}
+    for good in ("checkpoint", "backup"):
+        number, event = last.get(f"{good} failed", (-1, {}))
+        if number > last.get(good, (-1,))[0]:
+            found.append(Alert("checkpoint", "warning", f"the last {good} failed: {event.get('error', '')}"))
+    if "corruption" in last:
+        sentence = last["corruption"][1].get("sentence", "the ranks' bits differed")
+        found.append(Alert("corruption", "warning", str(sentence)))
     return sorted(found, key=lambda alert: alert.severity != "error")
 
 
-def _beat_alerts(beats: Sequence[HeartbeatRecord], now: float) -> Iterator[Alert]:
+def _alerts_of_active(
+    events: Sequence[Mapping[str, Any]], beats: Sequence[HeartbeatRecord], disk: tuple[int, int] | None, now: float
+) -> Iterator[Alert]:
     silent = [beat for beat in beats if not beat.left and now - beat.time > SILENT_S]
     if silent:
         ranks = ", ".join(f"{beat.rank} ({beat.host})" for beat in silent[:4])
@@ -304,30 +313,13 @@ def _beat_alerts(beats: Sequence[HeartbeatRecord], now: float) -> Iterator[Alert
     moved = max((beat.stepped for beat in beats), default=now)
     if now - moved > STUCK_S:
         yield Alert("progress", "warning", f"no step for {now - moved:.0f} s")
-
-
-def _disk_alerts(disk: tuple[int, int] | None) -> Iterator[Alert]:
     if disk is not None and disk[0] < min(MIN_DISK[1], MIN_DISK[0] * disk[1]):
         yield Alert("disk", "warning", f"the disk is nearly full: {disk[0] / 2**30:.2f} GiB free")
-
-
-def _fault_alerts(events: Sequence[Mapping[str, Any]], now: float) -> Iterator[Alert]:
     recent = Counter(event.get("event") for event in events if now - float(event.get("time", 0.0)) < RECENT_S)
     for kind, text in _FAULT_TEXTS.items():
         if recent[kind]:
             times = f" ({recent[kind]} times)" if recent[kind] > 1 else ""
             yield Alert("fault", "warning", f"{text} in the last {RECENT_S / 60:.0f} minutes{times}")
-
-
-def _save_alerts(events: Sequence[Mapping[str, Any]]) -> Iterator[Alert]:
-    """Yield alerts about saves that failed since the last success, and about any corruption."""
-    last = {event.get("event"): (number, event) for number, event in enumerate(events)}
-    for good in ("checkpoint", "backup"):
-        number, event = last.get(f"{good} failed", (-1, {}))
-        if number > last.get(good, (-1,))[0]:
-            yield Alert("checkpoint", "warning", f"the last {good} failed: {event.get('error', '')}")
-    if "corruption" in last:
-        yield Alert("corruption", "warning", str(last["corruption"][1].get("sentence", "the ranks' bits differed")))
 
 
 # --- The index: read a run again only after one of its files has changed ---
@@ -337,7 +329,6 @@ REFRESH_S = 1.0
 """Seconds for which an answer is cached for all clients."""
 
 _ACTIVE = ("running", "waiting")
-_Signature = tuple[object, ...]
 
 
 class IndexedSearch:
@@ -395,7 +386,7 @@ class IndexedRun:
     """A run as it was when its files last changed."""
 
     directory: RunDirectory
-    signature: _Signature
+    signature: tuple[object, ...]
     row: dict[str, Any]
     revision: int
 
@@ -422,8 +413,7 @@ class Index:
     def id_of(self, path: Path) -> str | None:
         """Return the id of the run in a directory; None if it is not listed."""
         name = page_name(path)
-        with self._lock:
-            return name if name in self._runs else None
+        return None if self.directory(name) is None else name
 
     def row(self, run: str) -> dict[str, Any] | None:
         with self._lock:
@@ -431,8 +421,8 @@ class Index:
             indexed = self._runs.get(run)
             return None if indexed is None else dict(indexed.row)
 
-    def rows(self, since: str = "") -> tuple[str, dict[str, Any]]:
-        """Return a tag of the current state, and the rows that changed since the tag ``since`` (else all rows)."""
+    def rows(self, since: str = "") -> dict[str, Any]:
+        """Return the rows that changed since the tag ``since`` (else all rows), with a tag of the current state."""
         with self._lock:
             self._refresh()
             epoch, _, number = since.partition("-")
@@ -442,7 +432,7 @@ class Index:
             removed = [run for run, revision in self._removed.items() if revision > seen] if is_partial else []
             tag = f"{self._epoch}-{self._revision}"
             searches = [search.row for search in self._searches.values()]
-            return tag, {"tag": tag, "part": is_partial, "runs": rows, "removed": removed, "searches": searches}
+            return {"tag": tag, "part": is_partial, "runs": rows, "removed": removed, "searches": searches}
 
     def _refresh(self) -> None:
         if time.monotonic() - self._read_at < REFRESH_S:
@@ -460,13 +450,12 @@ class Index:
             row = {"id": run, "search": None, "search_name": None, **_row(directory)}
             if search is not None:
                 row |= {"search": page_name(search), "search_name": search.name}
-            changed = indexed is None or indexed.row != row
-            if changed:
-                self._revision = revision
-                self._removed.pop(run, None)
-            self._runs[run] = IndexedRun(
-                directory, signature, row, revision if changed or indexed is None else indexed.revision
-            )
+            if indexed is not None and indexed.row == row:
+                indexed.signature = signature
+                continue
+            self._revision = revision
+            self._removed.pop(run, None)
+            self._runs[run] = IndexedRun(directory, signature, row, revision)
         self._read_at = time.monotonic()
 
     def _directories(self) -> list[RunDirectory]:
@@ -490,10 +479,9 @@ class Index:
         return list(found.values())
 
 
-def _signature(directory: RunDirectory) -> _Signature:
-    state: list[object] = [directory.is_running()]
-    state += map(file_signature, (directory.manifest, *directory.event_files(), directory.metrics, directory.result))
-    return tuple(state)
+def _signature(directory: RunDirectory) -> tuple[object, ...]:
+    files = (directory.manifest, *directory.event_files(), directory.metrics, directory.result)
+    return directory.is_running(), *map(file_signature, files)
 
 
 def _row(directory: RunDirectory) -> dict[str, Any]:
@@ -515,7 +503,6 @@ def _row_of(
     records: Sequence[Mapping[str, Any]],
     beats: Sequence[HeartbeatRecord],
 ) -> dict[str, Any]:
-    now = time.time()
     state = state_of(summary, events)
     is_active = state in _ACTIVE
     row = asdict(summary)
@@ -525,6 +512,11 @@ def _row_of(
     row["world_size"] = world.get("computing", world.get("world_size", summary.world_size))
     row["state"] = state
     row["folder"] = directory.path.parent.name
+    disk = None
+    if is_active:
+        with suppress(OSError):
+            usage = shutil.disk_usage(directory.path)
+            disk = usage.free, usage.total
     found = alerts(
         state=state,
         problem=summary.problem,
@@ -533,8 +525,8 @@ def _row_of(
         nonfinite=[
             r["step"] for r in records if r.get("kind") == "train" and r.get("loss", 0.0) is None and "step" in r
         ],
-        disk=_disk(directory) if is_active else None,
-        now=now,
+        disk=disk,
+        now=time.time(),
     )
     row["alerts"] = [asdict(alert) for alert in found]
     moving = [beat.steps_per_s for beat in beats if beat.steps_per_s is not None and not beat.left]
@@ -556,11 +548,3 @@ def state_of(summary: RunSummary, events: Sequence[Mapping[str, Any]]) -> str:
     if state == "running" and events and events[-1].get("event") == "paused":
         return "waiting"
     return state
-
-
-def _disk(directory: RunDirectory) -> tuple[int, int] | None:
-    try:
-        usage = shutil.disk_usage(directory.path)
-    except OSError:
-        return None
-    return usage.free, usage.total

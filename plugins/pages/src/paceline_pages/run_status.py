@@ -253,10 +253,15 @@ def _main_metric(
 def last_records(path: Path) -> list[dict[str, Any]]:
     """Return the records at the end of a JSONL file, which may be large; malformed lines are skipped."""
     try:
-        with open_regular(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
+        return parse_json_records(read_tail(path).splitlines())
     except FileNotFoundError:
         return []
-    return parse_json_records(lines[1:] if size > _TAIL_BYTES else lines)  # the first one may be cut
+
+
+def read_tail(path: Path) -> str:
+    """Return the last whole lines of a file, at most 64 KiB."""
+    with open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL_BYTES))
+        text = file.read(_TAIL_BYTES).decode(errors="replace")
+    return text if size <= _TAIL_BYTES else text.partition("\n")[2]

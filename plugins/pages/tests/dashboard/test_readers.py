@@ -179,7 +179,7 @@ def test_a_silent_rank_and_a_run_that_stands_still_are_told(tmp_path: Path) -> N
 )
 def test_the_state_in_a_word(tmp_path: Path, events: list[dict[str, Any]], state: str) -> None:
     make_run(tmp_path / "run", events, steps=3)
-    _, told = Index([tmp_path]).rows()
+    told = Index([tmp_path]).rows()
     assert [run["state"] for run in told["runs"]] == [state]
 
 
@@ -188,18 +188,18 @@ def test_a_run_on_another_machine_is_active_while_it_beats(tmp_path: Path) -> No
     for rank in (0, 1):
         beat(directory, rank, step=9)
     lock_as_another_node(directory.lock)
-    (run,) = Index([tmp_path]).rows()[1]["runs"]
+    (run,) = Index([tmp_path]).rows()["runs"]
     assert (run["state"], run["step"], run["steps_per_s"]) == ("running", 9, 2.5)
     with (directory.events).open("a") as file:
         file.write(json.dumps({"event": "paused", "time": time.time(), "node": "b", "why": "alone"}) + "\n")
-    assert [r["state"] for r in Index([tmp_path]).rows()[1]["runs"]] == ["waiting"]
+    assert [r["state"] for r in Index([tmp_path]).rows()["runs"]] == ["waiting"]
 
 
 def test_a_clock_that_was_set_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What was written before it is in the future now."""
     directory = make_run(tmp_path / "run", steps=3, age_s=-3600.0)
     beat(directory, 0, step=9, ago_s=-3600.0)
-    (run,) = Index([tmp_path]).rows()[1]["runs"]
+    (run,) = Index([tmp_path]).rows()["runs"]
     assert (run["state"], run["seconds"]) == ("crashed", 0.0), "a beat an hour ahead is no sign of life"
     with directory.events.open("a") as file:
         started = {"event": "started", "generation": 1, "world_size": 1, "microbatches": 4, "step": 3}
@@ -216,24 +216,26 @@ def test_only_what_changed_is_told_again(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("a", "b", "c"):
         make_run(tmp_path / name, [{"event": "finished"}], steps=2)
     index = Index([tmp_path, tmp_path / "a"])
-    tag, told = index.rows()
+    told = index.rows()
+    tag = told["tag"]
     assert sorted(run["name"] for run in told["runs"]) == ["a", "b", "c"]
     assert not told["part"]
-    assert index.rows(tag)[1]["runs"] == []
+    assert index.rows(tag)["runs"] == []
     make_run(tmp_path / "b", [{"event": "failed", "error": "boom"}], steps=2)
-    later, told = index.rows(tag)
+    told = index.rows(tag)
+    later = told["tag"]
     assert [(run["name"], run["state"]) for run in told["runs"]] == [("b", "failed")]
-    (gone,) = (run["id"] for run in index.rows()[1]["runs"] if run["name"] == "c")
+    (gone,) = (run["id"] for run in index.rows()["runs"] if run["name"] == "c")
     (tmp_path / "c").rename(tmp_path / "c-elsewhere")
-    assert index.rows(later)[1]["removed"] == [gone]
+    assert index.rows(later)["removed"] == [gone]
     assert index.directory(gone) is None
-    assert index.rows("00000000-7")[1]["part"] is False
+    assert index.rows("00000000-7")["part"] is False
 
 
 def test_what_is_being_removed_is_no_run(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     make_run(tmp_path / ".gc-0123456789abcdef")
-    assert [row["name"] for row in Index([tmp_path]).rows()[1]["runs"]] == ["run"]
+    assert [row["name"] for row in Index([tmp_path]).rows()["runs"]] == ["run"]
 
 
 def test_finished_runs_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +250,7 @@ def test_finished_runs_are_not_read_again(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_run_shows_its_whole_configuration(tmp_path: Path) -> None:
     fields, options = {"lr": 0.2, "epochs": 3}, {"epochs": 4, "keep_checkpoints": 9, "run_dir": "run"}
     directory = make_run(tmp_path / "run", steps=1, fields=fields, config=options)
-    (row,) = Index([tmp_path]).rows()[1]["runs"]
+    (row,) = Index([tmp_path]).rows()["runs"]
     config = RunCache().detail("0", directory, row)["config"]
     assert config == {"task": "task.py:Task", "lr": 0.2, "task.epochs": 3, "epochs": 4, "keep_checkpoints": 9}
 
@@ -287,7 +289,7 @@ def test_a_search_is_listed_and_its_trials_belong_to_it(tmp_path: Path, monkeypa
     settings = {"metric": "loss:min", "trials": 5, "options": {"task": "task.py:Task"}}
     (search / "tune.json").write_text(json.dumps(settings))
     index = Index([tmp_path])
-    answer = index.rows()[1]
+    answer = index.rows()
     (row,) = answer["searches"]
     assert {(run["name"], run["search"]) for run in answer["runs"]} == {
         ("alone", None),
@@ -296,11 +298,11 @@ def test_a_search_is_listed_and_its_trials_belong_to_it(tmp_path: Path, monkeypa
     assert (row["name"], row["state"], row["planned"], row["value"]) == ("search", "stopped", 5, None)
     with (search / "tune.lock").open("a+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert index.rows()[1]["searches"][0]["state"] == "running"
+        assert index.rows()["searches"][0]["state"] == "running"
     best = {"trial": 1, "loss": 0.25, "run": "trials/00001"}
     (search / "result.json").write_text(json.dumps({"done": True, "planned": 3, "best": best}))
-    (row,) = index.rows()[1]["searches"]
-    (trial,) = (run for run in index.rows()[1]["runs"] if run["name"] == "00001")
+    (row,) = index.rows()["searches"]
+    (trial,) = (run for run in index.rows()["runs"] if run["name"] == "00001")
     assert (row["state"], row["planned"], row["value"], row["best"]) == ("finished", 3, 0.25, trial["id"])
     for name, metric in ((search / "trials" / "00001", "val.loss"), (tmp_path / "alone", "test.loss")):
         with (name / "metrics.jsonl").open("a") as file:
@@ -311,17 +313,17 @@ def test_a_search_is_listed_and_its_trials_belong_to_it(tmp_path: Path, monkeypa
     # Damaged files, and a search that goes, hide nothing else.
     (search / "tune.json").write_text("[")
     (search / "result.json").write_text('{"best": {"loss": "low"}}')
-    assert index.rows()[1]["searches"][0]["value"] is None
+    assert index.rows()["searches"][0]["value"] is None
     (search / "tune.json").unlink()
-    assert index.rows()[1]["searches"] == []
-    assert Index([search]).rows()[1]["searches"] == []
+    assert index.rows()["searches"] == []
+    assert Index([search]).rows()["searches"] == []
 
 
 def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", steps=3)
     directory.manifest.write_text("= = =")
     append(directory.events, '{"event": "group"}\n')
-    (row,) = Index([tmp_path]).rows()[1]["runs"]
+    (row,) = Index([tmp_path]).rows()["runs"]
     assert (row["state"], row["alerts"][0]["kind"]) == ("damaged", "ended")
     detail = RunCache().detail("0", directory, row)
     assert detail["config"] is None
@@ -337,7 +339,7 @@ def test_what_may_not_be_read_hides_no_other_run() -> None:
     closed.path.chmod(0)
     try:
         index = Index([root, root / "closed", root / "closed" / "inside"])
-        rows = {row["name"]: row for row in index.rows()[1]["runs"]}
+        rows = {row["name"]: row for row in index.rows()["runs"]}
     finally:
         closed.path.chmod(0o700)
     assert {name: row["state"] for name, row in rows.items()} == {"good": "finished", "half-open": "damaged"}
@@ -362,7 +364,7 @@ def test_a_damaged_file_hides_no_other_run(tmp_path: Path, file: str, line: byte
     with (bad.path / file).open("ab") as appended:
         appended.write(line)
     with bad.locked():
-        rows = {row["name"]: row for row in Index([tmp_path]).rows()[1]["runs"]}
+        rows = {row["name"]: row for row in Index([tmp_path]).rows()["runs"]}
     assert {name: row["state"] for name, row in rows.items()} == {"good": "finished", "bad": state}
     assert bool(rows["bad"]["alerts"]) == (state == "damaged")
 

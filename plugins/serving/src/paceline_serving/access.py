@@ -76,7 +76,7 @@ class AccessPolicy:
     def check_token(self, headers: Mapping[bytes, bytes]) -> str:
         """Check a request's token, or without one the name by which it calls the server; return its client's name."""
         if self._tokens is None:
-            if not _is_local_name(headers.get(b"host", b"localhost")):
+            if not is_local_name(headers.get(b"host", b"localhost")):
                 raise RequestFailure(
                     403,
                     "without a token, this server answers only under a local name such as localhost. Send this name "
@@ -131,7 +131,7 @@ class AccessPolicy:
         if self._tokens is not None:
             return
         # A page that may use the models may not exchange them.
-        if not is_loopback(client) or not _is_local_name(headers.get(b"host", b"")) or _is_cross_site(headers):
+        if not is_loopback(client) or not is_local_name(headers.get(b"host", b"")) or _is_cross_site(headers):
             raise RequestFailure(403, "without a token, only programs of this machine may change the served models.")
         given = _bearer_token(headers)
         if given is None or self._admin_token is None or not is_same_token(given, self._admin_token):
@@ -154,7 +154,7 @@ def _is_cross_site(headers: Mapping[bytes, bytes]) -> bool:
     return is_cross_site((host or b"").decode("latin-1"), *texts)
 
 
-def _is_local_name(host: bytes) -> bool:
+def is_local_name(host: bytes) -> bool:
     """Return whether a ``Host`` is a name of this machine for itself, with any port."""
     text = host.decode("latin-1").lower()
     name = text if text.endswith("]") else text.rpartition(":")[0] or text

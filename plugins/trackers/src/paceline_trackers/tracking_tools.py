@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.core.errors import ConfigError, LaunchError, PackageError
+from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.files import read_json_lines, write_atomically
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.plugins import install_command
@@ -36,10 +36,8 @@ from paceline.runs.metric_writers import (
     plugin_value,
     set_hparam,
 )
-from paceline.runs.package import read_manifest
-from paceline.runs.package_registry import Registry
 from paceline.runs.trackers import RunInfo
-from paceline_pages.comparison import ComparedRun, differing_settings
+from paceline_pages.comparison import ComparedRun, differing_settings, packages_of
 from paceline_pages.run_status import read_object
 from paceline_trackers.mlflow import MlflowStore, mlflow_metrics, mlflow_tags
 from paceline_trackers.writer import finite_scalars
@@ -131,19 +129,9 @@ def write_mlflow(runs: Sequence[ComparedRun], folder: Path) -> tuple[str, str]:
     return store.uri, str(experiment)
 
 
-def _packages_of(run_id: str, registry: Registry) -> dict[str, Path]:
-    """Return the packages in a registry that were exported from a run: digest -> directory."""
-    found = {}
-    for digest in registry.digests():
-        with suppress(PackageError):  # a damaged one concerns its own commands
-            if read_manifest(registry.path_of(digest))[0].provenance.run == run_id:
-                found[digest] = registry.path_of(digest)
-    return found
-
-
 def _add_run(store: MlflowStore, run: ComparedRun, experiment: str, parent: str | None) -> None:
     info, report = RunInfo.read(run.directory), run.directory.path / "report.html"
-    packages = _packages_of(info.id, Registry.of_user())
+    packages = packages_of(info.id)
     note = [f"`{info.task}`, trained in `{run.directory.path.absolute()}`."]
     tags = dict(info.tags)
     if parent is not None:
@@ -152,8 +140,8 @@ def _add_run(store: MlflowStore, run: ComparedRun, experiment: str, parent: str 
         tags["paceline.report"] = str(report.absolute())
         note.append(f"Its report is among the artifacts, and in `{report.absolute()}`.")
     if packages:
-        tags["paceline.package"] = " ".join(packages)
-    note += [f"Exported as the package `{package}`." for package in packages.values()]
+        tags["paceline.package"] = " ".join(package.name for package in packages)
+    note += [f"Exported as the package `{package}`." for package in packages]
     begin_ms, end_ms = _span_ms(run)
     tags |= mlflow_tags(info.task, "\n\n".join(note))
     run_id = store.create_run(experiment, run.name, tags, info.options, start_time=begin_ms)
