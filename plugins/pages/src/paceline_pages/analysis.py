@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -61,30 +61,27 @@ class Record:
 
     def curve(self, name: str) -> Curve:
         """Return a value that the training recorded: "loss", "lr" (of the first parameter group), "samples_per_s"."""
-        return _curve(self.train, name)
+        return _curve((record.get("step"), record.get(name)) for record in self.train)
 
     def memory(self) -> Curve:
+        """Return the MiB of the largest rank."""
         points = []
         for record in self.train:
             ranks = record.get("ranks")
             used = [_finite(rank.get("memory_mib")) for rank in ranks] if isinstance(ranks, list) else []
-            points.append(
-                {"step": record.get("step"), "value": max((mib for mib in used if mib is not None), default=None)}
-            )
-        return _curve(points, "value")
+            points.append((record.get("step"), max((mib for mib in used if mib is not None), default=None)))
+        return _curve(points)
 
     def metric(self, split: str, name: str) -> Curve:
-        values = [
-            {"step": record.get("step"), "value": record["metrics"].get(name)}
-            for record in self.evaluations
-            if record.get("split") == split and isinstance(record.get("metrics"), Mapping)
-        ]
-        return _curve(values, "value")
+        return _curve((step, values.get(name)) for step, values in self._metrics(split))
 
     def metrics_of(self, split: str) -> list[str]:
         """Return the names of the metrics that a split's evaluations had, in their order."""
-        metrics = (r.get("metrics") for r in self.evaluations if r.get("split") == split)
-        return list(dict.fromkeys(str(name) for values in metrics if isinstance(values, Mapping) for name in values))
+        return list(dict.fromkeys(str(name) for _, values in self._metrics(split) for name in values))
+
+    def _metrics(self, split: str) -> list[tuple[Any, Mapping[str, Any]]]:
+        of_split = ((r.get("step"), r.get("metrics")) for r in self.evaluations if r.get("split") == split)
+        return [(step, values) for step, values in of_split if isinstance(values, Mapping)]
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -165,12 +162,8 @@ def _state(directory: RunDirectory, result: Mapping[str, Any] | None, history: T
     return last if last in ("stopped", "failed") else "not finished"
 
 
-def _curve(records: Any, name: str) -> Curve:
-    return [
-        (record["step"], value)
-        for record in records
-        if isinstance(record.get("step"), int) and (value := _finite(record.get(name))) is not None
-    ]
+def _curve(points: Iterable[tuple[Any, Any]]) -> Curve:
+    return [(step, s) for step, value in points if isinstance(step, int) and (s := _finite(value)) is not None]
 
 
 def _finite(value: Any) -> float | None:

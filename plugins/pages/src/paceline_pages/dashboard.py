@@ -27,7 +27,7 @@ from paceline.core.config import configuration
 from paceline.core.environment import is_loopback
 from paceline.core.errors import ConfigError, PacelineError, RunDirectoryError
 from paceline.core.files import read_document
-from paceline.launch.job_records import JobRecord, read_records
+from paceline.launch.job_records import JobRecord
 from paceline.launch.launcher import JobStatus
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import finite
@@ -35,7 +35,8 @@ from paceline.runs.package_registry import Registry
 from paceline.runs.timeline import timeline
 from paceline_pages.checkpoint_list import entries
 from paceline_pages.comparison import packages_of
-from paceline_pages.jobs_command import status_of
+from paceline_pages.jobs_command import known_jobs
+from paceline_pages.logs_command import ranks_with_logs
 from paceline_pages.run_index import Curves, Index, read_beats
 from paceline_pages.run_status import FOREIGN, read_tail
 from paceline_serving.access import is_cross_site, is_local_name, is_same_token
@@ -112,7 +113,6 @@ def read_or_create_token(path: Path) -> bytes:
 
 
 _POLL_S = 10.0
-_SHOWN_S = 86400.0  # an ended job, as in `paceline jobs`
 
 
 class Jobs:
@@ -149,11 +149,7 @@ class Jobs:
 
     def _ask(self) -> None:
         try:
-            self._rows = [
-                (record, status)
-                for record in read_records()
-                if not (status := status_of(record)).ended or time.time() - record.submitted < _SHOWN_S
-            ]
+            self._rows = list(known_jobs())
         finally:
             self._asked_at = time.monotonic()
             self._asking.release()
@@ -201,8 +197,7 @@ class RunCache:
             except (PacelineError, *FOREIGN) as error:
                 detail[name] = None
                 problems.append(f"{name}: {error}")
-        numbers = (path.stem.removeprefix("rank-") for path in directory.logs.glob("rank-*.log"))
-        detail["logs"] = sorted(int(number) for number in numbers if number.isdecimal())
+        detail["logs"] = ranks_with_logs(directory)
         detail["report"] = (directory.path / REPORT).is_file()
         detail["trackers"] = _trackers(directory)
         return detail

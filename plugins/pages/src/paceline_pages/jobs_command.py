@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json as json_module
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.output import Console
+from paceline.core.output import Console, ListTable
 from paceline.launch.job_records import JobRecord, add_record, find_record, read_records
 from paceline.launch.launcher import JobStatus
 
@@ -31,26 +32,20 @@ def jobs(*, all: Flag = False, json: Flag = False) -> int:
         all: Include jobs that ended more than a day ago.
         json: Print a JSON list.
     """
-    entries = []
-    for record in read_records():
-        status = status_of(record)
-        if all or not status.ended or time.time() - record.submitted < 86400:
-            entries.append((record, status))
+    entries = list(known_jobs(all=all))
     if json:
         print(json_module.dumps([_as_json(record, status) for record, status in entries]))
         return 0
     if not entries:
         print("No jobs. Start one: paceline launch --on NAME -- COMMAND")
         return 0
-    columns = {name: Column(name, no_wrap=True) for name in ("job", "state", "submitted")}
-    table = Table(columns["job"], "name", columns["state"], "detail", columns["submitted"], "command")
+    headings = ("job", "name", "state", "detail", "submitted", "command")
+    table = ListTable(*headings, folds=("name", "detail", "command"))
     for record, status in entries:
         when = time.strftime("%m-%d %H:%M", time.localtime(record.submitted))
         program, *arguments = record.command
         text = shorten(" ".join([Path(program).name, *arguments]), _COMMAND_LENGTH, placeholder=" …")
-        # Text so that markup is not interpreted.
-        job, name, detail, command = map(Text, (record.id, record.name, status.detail, text))
-        table.add_row(job, name, _format_state(status), detail, when, command)
+        table.add(record.id, record.name, _format_state(status), status.detail, when, text)
     Console().print(table)
     return 0
 
@@ -105,12 +100,18 @@ def cancel(job: str, *, json: Flag = False) -> int:
     return 0
 
 
-def status_of(record: JobRecord) -> JobStatus:
-    """Return the job's state; "unknown" with the reason if its cluster does not answer."""
-    try:
-        return record.status()
-    except (PacelineError, OSError) as error:
-        return JobStatus(state="unknown", detail=str(error).partition(". ")[0])
+def known_jobs(*, all: bool = False) -> Iterator[tuple[JobRecord, JobStatus]]:
+    """Yield the jobs with their states, oldest first; those that ended more than a day ago only with ``all``.
+
+    The state is "unknown", with the reason, if its cluster does not answer.
+    """
+    for record in read_records():
+        try:
+            status = record.status()
+        except (PacelineError, OSError) as error:
+            status = JobStatus(state="unknown", detail=str(error).partition(". ")[0])
+        if all or not status.ended or time.time() - record.submitted < 86400:
+            yield record, status
 
 
 def _ask_anew(record: JobRecord) -> JobStatus:

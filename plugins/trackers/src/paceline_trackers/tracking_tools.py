@@ -59,7 +59,6 @@ _LAST_FILE = "events.out.tfevents.9999999999.hparams"  # TensorBoard reads files
 def write_tensorboard(runs: Sequence[ComparedRun], folder: Path) -> None:
     """Fill a folder for ``tensorboard --logdir``: one directory for each run, and the description of the HParams."""
     from tensorboard.plugins.hparams import api_pb2
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     def describe(name: str, values: Sequence[Any]) -> Any:
         info = api_pb2.HParamInfo(name=name, type=api_pb2.DATA_TYPE_FLOAT64, differs=True)
@@ -72,12 +71,8 @@ def write_tensorboard(runs: Sequence[ComparedRun], folder: Path) -> None:
 
     differing = differing_settings([run.settings for run in runs])
     tags = dict.fromkeys(tag for run in runs for tag, _ in final_scalars(run.metrics))
-    experiment = api_pb2.Experiment(
-        description="paceline runs --compare",
-        hparam_infos=[describe(name, values) for name, values in differing.items()],
-        metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in tags],
-    )
-    write_events(folder / _LAST_FILE, 0, [plugin_value("experiment", HParamsPluginData(experiment=experiment))])
+    infos = [describe(name, values) for name, values in differing.items()]
+    write_events(folder / _LAST_FILE, 0, [describe_experiment("paceline runs --compare", infos, tags)])
     for run in runs:
         own = folder / run.name
         own.mkdir(parents=True)
@@ -87,6 +82,16 @@ def write_tensorboard(runs: Sequence[ComparedRun], folder: Path) -> None:
         ended = [end_session(succeeded=run.summary.state == "finished")] if run.summary.state != "running" else []
         begun = begin_session({name: run.settings[name] for name in differing if name in run.settings})
         write_events(own / _LAST_FILE, run.summary.step or 0, [begun, *ended], final_scalars(run.metrics))
+
+
+def describe_experiment(text: str, hparam_infos: Sequence[Any], metrics: Iterable[str]) -> Any:
+    """Return the summary value that describes the hyperparameters of runs and the tags of their metrics."""
+    from tensorboard.plugins.hparams import api_pb2
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    infos = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in metrics]
+    experiment = api_pb2.Experiment(description=text, hparam_infos=hparam_infos, metric_infos=infos)
+    return plugin_value("experiment", HParamsPluginData(experiment=experiment))
 
 
 def write_events(path: Path, step: int, values: Sequence[Any], scalars: Iterable[tuple[str, float]] = ()) -> None:

@@ -18,7 +18,7 @@ from paceline.core.config import config_from_mapping, select, to_flags
 from paceline.core.files import ResilientAppendFile, read_json_lines, write_atomically
 from paceline.launch.submit import task_command
 from paceline.runs.directory import RunDirectory
-from paceline.runs.metric_writers import begin_session, end_session, plugin_value
+from paceline.runs.metric_writers import begin_session, end_session
 from paceline_tune.search import Search, SearchCost, SearchDirectory
 from paceline_tune.space import Value, assignments
 
@@ -403,24 +403,17 @@ def write_hparams(search: Search, directory: SearchDirectory, journal: SearchHis
 
     The curves are in the trials' own event files.
     """
-    from tensorboard.plugins.hparams import api_pb2
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+    from tensorboard.plugins.hparams.api_pb2 import HParamInfo
 
-    from paceline_trackers.tracking_tools import write_events
+    from paceline_trackers.tracking_tools import describe_experiment, write_events
 
-    names = [dimension.name for dimension in search.parsed_space.dimensions]
-    tag = f"eval/val/{search.metric_name}"
     about = f"paceline tune {search.options['task']}"
     scalars = []
     if ranking := journal.ranking(search.metric_name, search.mode, search.repeats):
         scalars = [(f"best/val/{search.metric_name}", ranking[0].mean)]
         about += f"; best: trial {ranking[0].trials[0].number:05d}, {search.metric_name} {ranking[0].show()}"
-    experiment = api_pb2.Experiment(
-        description=about,
-        hparam_infos=[api_pb2.HParamInfo(name=name) for name in names],
-        metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag))],
-    )
-    description = plugin_value("experiment", HParamsPluginData(experiment=experiment))
+    infos = [HParamInfo(name=dimension.name) for dimension in search.parsed_space.dimensions]
+    description = describe_experiment(about, infos, [f"eval/val/{search.metric_name}"])
     write_events(directory.tensorboard / _FILE, len(journal.trials), [description], scalars)
     for trial in journal.trials.values():
         if trial.results:

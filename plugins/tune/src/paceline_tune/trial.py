@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -85,7 +86,6 @@ def _train(job_file: Path) -> NoReturn:
 # --- A running trial: the process that trains, and its request after each evaluation ---
 
 
-_LONGEST = 65536
 _LONGEST_LINE = 2048
 _POLL_S = 0.1
 _START_S = 600.0  # it imports torch, perhaps from a network's disk, on a busy node
@@ -172,8 +172,7 @@ class RunningTrial:
         self._iteration = order.iteration
         self._step = order.step
         self._metrics: Mapping[str, float | None] = {}
-        self._connection: socket.socket | None = None
-        self._received = b""
+        self._connection: Connection | None = None
         self._asked = False
         self._exit_code: int | None = None
         self._told_to_stop = False
@@ -272,35 +271,29 @@ class RunningTrial:
         self._asked = False
         assert self._connection is not None
         with suppress(OSError):
-            self._connection.sendall((json.dumps({"go_on": go_on}) + "\n").encode())
+            self._connection.send_bytes(json.dumps({"go_on": go_on}).encode())
 
     def _receive(self) -> dict[str, Any] | None:
         """Return its next request, if one arrives soon; record its end."""
-        watched: list[ForkServer | socket.socket] = [self._server, self._listener]
+        watched: list[ForkServer | socket.socket | Connection] = [self._server, self._listener]
         if self._connection is not None:
             watched.append(self._connection)
         ready, _, _ = select.select(watched, [], [], _POLL_S)
         if self._connection in ready:
             assert self._connection is not None
             try:
-                content = self._connection.recv(_LONGEST)
-            except ConnectionResetError:  # killed before it has read the last answer
-                content = b""
-            self._received += content
-            line, separator, rest = self._received.partition(b"\n")
-            if separator:
-                self._received = rest
-                self._asked = True
-                return dict(json.loads(line))
-            if not content:
+                message = dict(json.loads(self._connection.recv_bytes()))  # recv() would unpickle
+            except (EOFError, OSError):  # it has ended, or was killed before it has read the last answer
                 self._connection.close()
                 self._connection = None
+            else:
+                self._asked = True
+                return message
         elif self._listener in ready:
             # Another rank 0 asks, where the one before it was lost.
             if self._connection is not None:
                 self._connection.close()
-            self._connection = self._listener.accept()[0]
-            self._received = b""
+            self._connection = Connection(self._listener.accept()[0].detach())
         elif self._server in ready:
             report = self._server.report()
             self._exit_code = report.code if isinstance(report, Exited) else -signal.SIGKILL

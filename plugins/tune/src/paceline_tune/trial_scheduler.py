@@ -1,7 +1,7 @@
 """The connection to a search's scheduler, which decides after each evaluation whether this trial continues.
 
-The run waits for the answer, so that it stops at the very step whose evaluation was judged. One line of JSON each way,
-over a Unix socket::
+The run waits for the answer, so that it stops at the very step whose evaluation was judged. One message of JSON each
+way, over a Unix socket::
 
     {"step", "epoch", "metrics": {name: value}, "finished"}  ->  {"go_on": true}
 """
@@ -9,8 +9,8 @@ over a Unix socket::
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Mapping
+from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from paceline.runs.metric_writers import finite
@@ -20,8 +20,6 @@ from paceline.training.hooks import RunHook
 from paceline.training.run_context import RunContext
 from paceline.training.trainer import Trainer
 
-_CONNECT_S = 10.0
-
 
 class TrialSchedulerClient(RunHook):
     """Rank 0's end of the connection, which opens at the first request."""
@@ -30,7 +28,7 @@ class TrialSchedulerClient(RunHook):
         super().__init__(run)
         assert run.trial_scheduler is not None, "the run is a trial"
         self._address = run.trial_scheduler
-        self._socket: socket.socket | None = None
+        self._connection: Connection | None = None
 
     def after_evaluation(self, trainer: Trainer, group: GroupContext) -> StopCause:
         """Tell of an evaluation, and wait for the answer; all ranks call this together.
@@ -48,20 +46,15 @@ class TrialSchedulerClient(RunHook):
 
     def _ask(self, evaluation: Mapping[str, Any]) -> bool:
         try:
-            if self._socket is None:
-                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                self._socket.settimeout(_CONNECT_S)
-                self._socket.connect(self._address)
-                self._socket.settimeout(None)
-                self._answers = self._socket.makefile("rb")
-            self._socket.sendall((json.dumps(evaluation) + "\n").encode())
-            return bool(json.loads(self._answers.readline() or b"{}").get("go_on"))
-        except (OSError, ValueError):
+            if self._connection is None:
+                self._connection = Client(self._address, "AF_UNIX")
+            self._connection.send_bytes(json.dumps(evaluation).encode())
+            return bool(json.loads(self._connection.recv_bytes())["go_on"])  # recv() would unpickle
+        except (OSError, EOFError, ValueError):
             return False
 
     def close(self) -> None:
         """End the connection; a later question makes another one."""
-        if self._socket is not None:
-            self._answers.close()
-            self._socket.close()
-            self._socket = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
