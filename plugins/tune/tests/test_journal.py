@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 
 from paceline.core.errors import ConfigError, RunDirectoryError, RunInUseError
-from paceline_tune.charts import draw
 from paceline_tune.history import (
     SearchHistory,
     SearchJournal,
@@ -27,7 +26,7 @@ from paceline_tune.history import (
 from paceline_tune.plan_search import require_same
 from paceline_tune.search import Search, SearchDirectory
 from paceline_tune.space import Value
-from paceline_tune.status import SearchStatus, render
+from paceline_tune.status import draw, render
 
 SEARCH = Search(
     options={"task": "fashion-mnist-mlp", "threads": 1, "set": ["weight_decay=0.1"]},
@@ -159,7 +158,7 @@ def test_the_status_shows_states_parameters_and_the_best() -> None:
     ):
         journal.take(each)
     console = Console(file=io.StringIO(), width=140)
-    console.print(render(SEARCH, journal, SearchStatus(clock_s=75, resources="2/2 CPUs", notes=["80% spent"])))
+    console.print(render(SEARCH, journal, clock_s=75, resources="2/2 CPUs", notes=["80% spent"]))
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "Trials: 3/8 (1 running, 5 waiting, 1 finished, 1 stopped); 1 min 15 s" in text
@@ -185,7 +184,7 @@ def test_a_narrow_terminal_shows_every_trial_and_its_parameters(width: int) -> N
     journal = SearchHistory([Suggestion(trial=7, parameters=parameters)])
     journal.take(result(7, 15, 0.75))
     console = Console(file=io.StringIO(), width=width)
-    console.print(render(search, journal, SearchStatus(clock_s=75)))
+    console.print(render(search, journal, clock_s=75))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
@@ -202,7 +201,7 @@ def test_the_status_names_the_metric_as_it_is() -> None:
         render(
             replace(SEARCH, metric="accuracy[top]:max"),
             read_trials(Path("/nowhere")),
-            SearchStatus(clock_s=1),
+            clock_s=1,
         )
     )
     assert isinstance(console.file, io.StringIO)
@@ -250,7 +249,7 @@ def test_configurations_are_ranked_by_the_mean_of_their_seeds(tmp_path: Path) ->
     assert "--seed 3" in best["command"]
     assert [each["trial"] for each in document["configurations"]] == [2, 0]
     console = Console(file=io.StringIO(), width=160)
-    console.print(render(search, journal, SearchStatus(clock_s=1)))
+    console.print(render(search, journal, clock_s=1))
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "Best: trial 00002, accuracy 0.75 ± 0.071" in text

@@ -41,6 +41,15 @@ def said(iteration: int, seconds: float, state: str = "running") -> dict[str, An
     }
 
 
+def trial(number: int, error_file: str | None = None) -> Any:
+    """What Tune has of a trial."""
+    return SimpleNamespace(config={"number": number}, error_file=error_file)
+
+
+def tell(observer: Any, number: int, report: dict[str, Any], *, ended: bool) -> None:
+    observer.on_trial_result(0, [], trial(number), report | {"done": ended})
+
+
 def observe(search: Search, path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported
     import ray
@@ -61,8 +70,8 @@ def test_gpu_hours_are_warned_about_and_enforced(
     observer = observe(replace(SEARCH, budget="1gpu-h"), tmp_path / "search", monkeypatch)
     noted = []
     for number, seconds in enumerate((880.0, 40.0, 500.0, 20.0, 280.0, 60.0, 40.0)):
-        observer.started(number)
-        observer.result(number, said(1, seconds), ended=True)
+        observer.on_trial_start(0, [], trial(number))
+        tell(observer, number, said(1, seconds), ended=True)
         observer.poll()
         lines = capsys.readouterr().err.splitlines()
         noted.append([line for line in lines if "budget" in line])
@@ -82,10 +91,10 @@ def test_gpu_hours_are_warned_about_and_enforced(
 def test_a_running_trials_gpus_count_before_it_says_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     observer = observe(replace(SEARCH, budget="1gpu-h"), tmp_path / "search", monkeypatch)
     assert observer.cost.gpu_hours == 0
-    observer.started(3)
+    observer.on_trial_start(0, [], trial(3))
     assert observer.cost.gpu_hours > 0
     assert observer.cost.trials == 1
-    observer.result(3, said(0, 0.0, "waiting"), ended=True)
+    tell(observer, 3, said(0, 0.0, "waiting"), ended=True)
     assert observer.cost.gpu_hours == 0
 
 
@@ -109,15 +118,15 @@ def test_what_was_spent_since_the_last_evaluation_counts_in_the_next_start(
     search = replace(SEARCH, budget="2h")
     observer = observe(search, tmp_path, monkeypatch)
     with observer:
-        observer.started(0)
+        observer.on_trial_start(0, [], trial(0))
         clock[0] += 4800
-        observer.result(0, said(1, 4800.0), ended=False)
+        tell(observer, 0, said(1, 4800.0), ended=False)
         observer.poll()
         assert not observer.spent
         clock[0] += 2400
         observer.poll()
         assert observer.spent
-        observer.result(0, said(1, 2400.0, "waiting"), ended=True)
+        tell(observer, 0, said(1, 2400.0, "waiting"), ended=True)
     assert spent(tmp_path) == pytest.approx((7200, 7200))
     assert read_trials(tmp_path / "journal.jsonl").trials[0].curve("loss") == [(10, 1.0)]
     again = observe(search, tmp_path, monkeypatch)
@@ -132,12 +141,12 @@ def test_what_a_search_spends_outlives_a_kill_and_counts_once(
 ) -> None:
     for start in (0, 1):
         observer = observe(SEARCH, tmp_path, monkeypatch)
-        observer.started(0)
+        observer.on_trial_start(0, [], trial(0))
         clock[0] += 100
         observer.poll()
         assert spent(tmp_path) == pytest.approx((100 + 120 * start,) * 2)
         clock[0] += 20
-        observer.result(0, said(1 + start, 120.0), ended=False)
+        tell(observer, 0, said(1 + start, 120.0), ended=False)
         assert spent(tmp_path) == pytest.approx((120 + 120 * start,) * 2)
     clock[0] += 50
     observer.poll()
@@ -148,15 +157,15 @@ def test_what_a_search_spends_outlives_a_kill_and_counts_once(
 def test_a_lost_trials_time_is_spent(tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     observer = observe(SEARCH, tmp_path, monkeypatch)
     with observer:
-        observer.started(0)
+        observer.on_trial_start(0, [], trial(0))
         clock[0] += 50
-        observer.lost(0, "its node has gone")
+        observer.on_trial_recover(0, [], trial(0))
         clock[0] += 10  # until it has another machine
-        observer.started(0)
+        observer.on_trial_start(0, [], trial(0))
         clock[0] += 30
-        observer.result(0, said(1, 30.0), ended=False)
+        tell(observer, 0, said(1, 30.0), ended=False)
         clock[0] += 5
-        observer.gave_up(0, "lost again")
+        observer.on_trial_error(0, [], trial(0))
     assert spent(tmp_path) == pytest.approx((95, 85))
 
 
@@ -198,20 +207,20 @@ def test_a_search_stops_when_several_trials_fail_and_none_succeeds(
 ) -> None:
     observer = observe(SEARCH, tmp_path, monkeypatch)
     for number in range(8 if succeeds is not None else 5):
-        observer.started(number)
+        observer.on_trial_start(0, [], trial(number))
         assert not observer.closed
         if number == succeeds:
-            observer.result(number, said(1, 1.0, "finished"), ended=True)
+            tell(observer, number, said(1, 1.0, "finished"), ended=True)
         elif number == 2:
-            observer.gave_up(number, "it was lost too often")
+            observer.on_trial_error(0, [], trial(number))
         else:
             state = "diverged" if number % 2 else "failed"
-            observer.result(number, said(0, 1.0, state) | {"metrics": {}, "message": f"bad {number}"}, ended=True)
+            tell(observer, number, said(0, 1.0, state) | {"metrics": {}, "message": f"bad {number}"}, ended=True)
     assert observer.closed == observer.hopeless == (tmp_path / "stop").exists() == (succeeds is None)
     if succeeds is None:
         assert observer.failures[-1] == f"lr={SEARCH.parameters(4)['lr']}: bad 4"
         reasons = [failure.partition(": ")[2] for failure in observer.failures]
-        assert reasons == ["bad 0", "bad 1", "it was lost too often", "bad 3", "bad 4"]
+        assert reasons == ["bad 0", "bad 1", observer.failure, "bad 3", "bad 4"]
     assert "trial 00002 failed: it was lost too often" in capsys.readouterr().err
 
 
@@ -222,13 +231,12 @@ def test_a_lost_trial_says_why(
     observer = observe(SEARCH, tmp_path / "search", monkeypatch)
     errors = tmp_path / "error.txt"
     errors.write_text("Traceback:\n  x\npaceline_tune.trial.TrialDiedError: it was killed by SIGKILL; see LOG\n")
-    trial = SimpleNamespace(config={"number": 3}, error_file=str(errors))
-    observer.on_trial_recover(0, [], trial)
+    observer.on_trial_recover(0, [], trial(3, str(errors)))
     errors.write_text(errors.read_text() + "\x1b[31mThe node has gone.\n\n")
-    observer.on_trial_error(0, [], trial)
-    observer.on_trial_recover(0, [], SimpleNamespace(config={"number": 4}, error_file=None))
+    observer.on_trial_error(0, [], trial(3, str(errors)))
+    observer.on_trial_recover(0, [], trial(4))
     SearchDirectory(tmp_path / "search").stop.touch()
-    observer.on_trial_recover(0, [], SimpleNamespace(config={"number": 5}, error_file=str(errors)))
+    observer.on_trial_recover(0, [], trial(5, str(errors)))
     text = capsys.readouterr().err
     assert "trial 00003 was lost, and continues from its last checkpoint: it was killed by SIGKILL; see LOG" in text
     assert "trial 00003 failed: it was lost too often; the last time \\x1b[31mThe node has gone." in text

@@ -90,7 +90,7 @@ COMMANDS: Mapping[str, CliCommand] = {
         "Start", "paceline.cli.join:join", "Add this machine to a running job.", computes=True, trains=True
     ),
     "scale": CliCommand(
-        "Start", "paceline_pages.scale_command:scale", "Change the number of processes of a running job."
+        "Start", "paceline_pages.jobs_command:scale", "Change the number of processes of a running job."
     ),
     "plan": CliCommand(
         "Start",

@@ -26,9 +26,8 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.timeline import Timeline, timeline
 from paceline.torch_internals import tree_leaves
 from paceline.training.loaded_model import LoadedModel, load_trained_model, make_evaluator
-from paceline_pages.classification import ClassificationResult, classify
 from paceline_pages.evaluation_recorder import EvaluationRecorder, Predictions, RegressionValues
-from paceline_pages.regression import RegressionResult, regress
+from paceline_pages.evaluation_results import ClassificationResult, RegressionResult, classify, regress
 from paceline_serving.encodings import Categories, Dates
 
 # --- A run's directory, read without trusting its contents ---

@@ -1,14 +1,22 @@
-"""SVG charts for embedding in a page, with the page's CSS variables as colours and its font."""
+"""The report's charts: SVG for embedding in a page, with the page's CSS variables as colours and its font."""
 
 from __future__ import annotations
 
 import html
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+
+from paceline.core.inference import name_with_unit
+from paceline_pages.analysis import Analysis, Curve, Record
+from paceline_pages.evaluation_results import BINS, ClassScore, Ranking
 
 _T = TypeVar("_T")
 
@@ -50,6 +58,8 @@ _GUIDE: dict[str, Any] = {"color": _COLOURS["muted"], "linewidth": 1, "linestyle
 _POINTS = 300
 _POINTS_IN_ALL = 1500
 _ROWS = 12  # of the table of numbers
+_BINS = 40
+_MAX_METRICS = 6
 _WIDE = 500  # points; wider drawings scroll on a phone, where their text would be too small
 
 
@@ -83,7 +93,165 @@ class Series:
     dashed: bool = False
 
 
-def curves(
+def training_charts(analyses: Sequence[Analysis]) -> list[Chart]:
+    """Draw the losses, next to them the validation's other metrics, and how the training went."""
+    several = len(analyses) > 1
+
+    def series(curve: Callable[[Record], Curve], part: str = "", **line: Any) -> list[Series]:
+        found = []
+        for index, analysis in enumerate(analyses):
+            if points := curve(analysis.record):
+                label = " ".join(word for word in (analysis.record.name if several else "", part) if word)
+                steps, values = zip(*points, strict=True)
+                found.append(Series(label or analysis.record.name, index, steps, values, **line))
+        return found
+
+    losses = series(lambda its: its.curve("loss"), "training")
+    # With one run the colour, and with several the line, tells validation from training.
+    part = "validation (dashed)" if several else "validation"
+    validation = series(lambda its: its.metric("val", "loss"), part, dashed=several)
+    losses += validation if several else [replace(line, colour=1) for line in validation]
+    metrics = [name for name in analyses[0].record.metrics_of("val") if name != "loss"][:_MAX_METRICS]
+    charts: list[tuple[str, str, list[Series], str, dict[str, Any]]] = [
+        ("loss", "Loss", losses, "loss", {"log": True}),
+        *(
+            (f"val-{k}", f"Validation {name}", series(partial(Record.metric, split="val", name=name)), name, {})
+            for k, name in enumerate(metrics)
+        ),
+        ("lr", "Learning rate", series(lambda its: its.curve("lr")), "learning rate", {}),
+        (
+            "throughput",
+            "Throughput",
+            series(lambda its: its.curve("samples_per_s")),
+            "samples/s",
+            {"from_zero": True},
+        ),
+        ("memory", "Memory of the largest rank", series(Record.memory), "MiB", {"from_zero": True}),
+    ]
+    return [_curves(name, title, lines, y_label=y, **more) for name, title, lines, y, more in charts if lines]
+
+
+def ranking_charts(analyses: Sequence[Analysis]) -> list[Chart]:
+    """Draw the ROC and precision-recall curves: of each class of one run, or of the first run's weakest class."""
+    first, shown = analyses[0].classification, shown_rankings(analyses[0])
+    if first is None or not shown:
+        return []
+    found: list[tuple[str, Ranking | None]] = [(score.label, score.ranking) for score in shown]
+    of = ""
+    if len(analyses) > 1:
+        number, of = first.classes.index(shown[0]), f" of {shown[0].label}"
+        several = [(a.record.name, a.classification.classes) for a in analyses if a.classification is not None]
+        found = [(name, classes[number].ranking) for name, classes in several if number < len(classes)]
+    lines = [(label, ranking) for label, ranking in found if ranking is not None]
+    roc = [Series(label, i, r.false_positive_rate.tolist(), r.recall.tolist()) for i, (label, r) in enumerate(lines)]
+    pr = [Series(label, i, r.recall.tolist(), r.precision.tolist()) for i, (label, r) in enumerate(lines)]
+    return [
+        _rates("roc", f"ROC{of}", roc, "false positive rate", "recall (true positive rate)", diagonal=True),
+        _rates("pr", f"Precision and recall{of}", pr, "recall", "precision"),
+    ]
+
+
+def shown_rankings(analysis: Analysis) -> list[ClassScore]:
+    """Return the classes with a curve, those with the smallest area first; of two, the second is the other's mirror."""
+    classes = () if analysis.classification is None else analysis.classification.classes
+    ranked = [(score.ranking.auc, score) for score in classes if score.ranking is not None]
+    if len(classes) == 2:
+        return [score for _, score in ranked[-1:]]
+    return [score for _, score in sorted(ranked, key=lambda pair: pair[0])][:SERIES]
+
+
+def error_charts(analyses: Sequence[Analysis]) -> list[Chart]:
+    """Draw the values and the residuals of a regression."""
+    found = [(i, a.record.name, a.values) for i, a in enumerate(analyses) if a.values is not None]
+    if not found:
+        return []
+    target, unit = found[0][2].target, found[0][2].unit
+    true, predicted = (f"{which} {name_with_unit(target, unit)}" for which in ("true", "predicted"))
+    residual = "residual (predicted - true)"
+    residuals = [Series(name, i, v.predicted.tolist(), (v.predicted - v.actual).tolist()) for i, name, v in found]
+    against = [Series(name, i, v.actual.tolist(), v.predicted.tolist()) for i, name, v in found]
+    return [
+        _scatter("predicted", "Predicted and true", against, true, predicted, reference="equal"),
+        _scatter("residuals", "Residuals", residuals, predicted, residual, reference="zero"),
+        _histogram("residual-shares", "Distribution of the residuals", residuals, residual),
+    ]
+
+
+def calibration_chart(analyses: Sequence[Analysis]) -> Chart | None:
+    """Draw accuracy over confidence, and below it the share of the first run's samples by confidence."""
+    found = [(i, a.record.name, a.classification.bins) for i, a in enumerate(analyses) if a.classification is not None]
+    if not found:
+        return None
+    series = [
+        Series(name, i, [b.confidence for b in bins], [b.accuracy.value for b in bins]) for i, name, bins in found
+    ]
+    first = found[0][2]
+    total = sum(b.count for b in first)
+    name, title = "calibration", "Accuracy by confidence"
+    with _figure(name, (4.6, 3.9), heights=(4, 1)) as (figure, top, bottom):
+        top.plot([0, 1], [0, 1], **_GUIDE)
+        for line in series:
+            top.plot(line.xs, line.ys, color=_series_colour(line.colour), marker="o", markersize=4)
+        top.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy")
+        top.tick_params(labelbottom=False)
+        centres = [(b.low + b.high) / 2 for b in first]
+        bottom.bar(centres, [b.count / total for b in first], width=0.9 / BINS, color=_COLOURS["s1"])
+        bottom.set(xlim=(0, 1), xlabel="confidence", ylabel="share")
+        bottom.grid(visible=False)
+        rows = [(line.label, f"{x:.3f}", f"{y:.3f}") for line in series for x, y in zip(line.xs, line.ys, strict=True)]
+        return _chart(figure, name, title, ("run", "confidence", "accuracy"), rows, _legend(series))
+
+
+def phases_chart(analyses: Sequence[Analysis]) -> Chart | None:
+    """Draw one bar per run, divided into the seconds of its phases, the longest first."""
+    bars = [(a.record.name, a.record.phases_s) for a in analyses if a.record.phases_s]
+    if not bars:
+        return None
+    totals: Counter[str] = Counter()
+    for _, parts in bars:
+        totals.update(parts)
+    order = [part for part, total in totals.most_common() if total > 0]
+    with _figure("phases", (9.6, 0.75 + 0.42 * len(bars))) as (figure, axes):
+        for row, (_, parts) in enumerate(bars):
+            left = 0.0
+            for number, part in enumerate(order):
+                value = parts.get(part, 0.0)
+                axes.barh(row, value, left=left, height=0.62, color=_series_colour(number))
+                left += value
+        axes.margins(x=0)
+        axes.set_yticks(range(len(bars)), [_short(label) for label, _ in bars] if len(bars) > 1 else [""])
+        axes.invert_yaxis()
+        axes.set_xlabel("seconds")
+        axes.grid(visible=False, axis="y")
+        axes.spines["left"].set_visible(False)
+        rows = [(label, *(f"{parts.get(part, 0.0):.2f}" for part in order)) for label, parts in bars]
+        title = "Seconds by phase, rank 0"
+        return _chart(figure, "phases", title, ("run", *order), rows, tuple(enumerate(order)))
+
+
+def workers_chart(name: str, record: Record) -> Chart | None:
+    """Draw the number of active workers over time, and mark when nothing was trained."""
+    from matplotlib.ticker import MaxNLocator
+
+    history = record.timeline
+    if not history.worlds:
+        return None
+    end = max([entry.seconds for entry in history.entries] + [history.goodput.active_s, 1.0])
+    with _figure(name, (9.6, 1.7)) as (figure, axes):
+        xs, ys = [world.seconds for world in history.worlds], [world.world_size for world in history.worlds]
+        axes.step([*xs, end], [*ys, ys[-1]], where="post", color=_COLOURS["s1"])
+        for lost in history.interruptions:
+            # Most interruptions are shorter than a pixel, so give each a minimal width.
+            axes.axvspan(lost.begin, max(lost.end, lost.begin + end / 300), color=_COLOURS["bad"], alpha=0.55)
+        axes.set_ylim(0, max(ys) + 0.5)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set(xlabel="seconds", ylabel="workers")
+        axes.grid(visible=False, axis="x")
+        rows = [(f"{x:.1f}", str(y)) for x, y in zip(xs, ys, strict=True)]
+        return _chart(figure, name, f"Workers of {record.name}", ("seconds", "workers"), rows)
+
+
+def _curves(
     name: str,
     title: str,
     series: Sequence[Series],
@@ -117,28 +285,7 @@ def curves(
         return _chart(figure, name, title, ("step", *(line.label for line in series)), rows, _legend(series))
 
 
-def reliability(
-    name: str, title: str, series: Sequence[Series], shares: Sequence[tuple[float, float]], total: int
-) -> Chart:
-    """Draw accuracy over confidence, and below it the share of samples by confidence.
-
-    Args:
-        shares: (centre of the bin, share of the samples) of the first run.
-    """
-    with _figure(name, (4.6, 3.9), heights=(4, 1)) as (figure, top, bottom):
-        top.plot([0, 1], [0, 1], **_GUIDE)
-        for line in series:
-            top.plot(line.xs, line.ys, color=_series_colour(line.colour), marker="o", markersize=4)
-        top.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy")
-        top.tick_params(labelbottom=False)
-        bottom.bar([x for x, _ in shares], [y for _, y in shares], width=0.9 / total, color=_COLOURS["s1"])
-        bottom.set(xlim=(0, 1), xlabel="confidence", ylabel="share")
-        bottom.grid(visible=False)
-        rows = [(line.label, f"{x:.3f}", f"{y:.3f}") for line in series for x, y in zip(line.xs, line.ys, strict=True)]
-        return _chart(figure, name, title, ("run", "confidence", "accuracy"), rows, _legend(series))
-
-
-def rates(
+def _rates(
     name: str, title: str, series: Sequence[Series], x_label: str, y_label: str, *, diagonal: bool = False
 ) -> Chart:
     """Draw rates between 0 and 1 over each other, such as a ROC curve; ``diagonal`` shows what guessing gives."""
@@ -153,7 +300,7 @@ def rates(
         return _chart(figure, name, title, ("curve", x_label, y_label), rows, _legend(series))
 
 
-def scatter(
+def _scatter(
     name: str, title: str, series: Sequence[Series], x_label: str, y_label: str, *, reference: Literal["equal", "zero"]
 ) -> Chart:
     """Draw samples as points, at most ``_POINTS_IN_ALL``, with the line on which they should be.
@@ -178,72 +325,25 @@ def scatter(
         return _chart(figure, name, title, ("run", x_label, y_label), rows, _legend(series))
 
 
-def histogram(name: str, title: str, series: Sequence[Series], x_label: str) -> Chart:
-    """Draw how many samples have which value; ``xs`` are the edges of the bins, and ``ys`` the shares of samples."""
+def _histogram(name: str, title: str, series: Sequence[Series], x_label: str) -> Chart:
+    """Draw which share of a line's samples, also of those that are not finite, has which value of y."""
+    values = [np.asarray(line.ys) for line in series]
+    finite = np.concatenate([ys[np.isfinite(ys)] for ys in values])
+    edges = np.histogram_bin_edges(finite, bins=_BINS) if len(finite) else np.array([-1.0, 1.0])
+    shares = [np.histogram(ys[np.isfinite(ys)], edges)[0] / len(ys) for ys in values]
     with _figure(name, (4.6, 3.4)) as (figure, axes):
-        for line in series:
-            axes.stairs(line.ys, line.xs, color=_series_colour(line.colour), fill=len(series) == 1, alpha=0.85)
+        for line, bars in zip(series, shares, strict=True):
+            axes.stairs(bars, edges, color=_series_colour(line.colour), fill=len(series) == 1, alpha=0.85)
         axes.axvline(0, **_GUIDE)
         axes.set(xlabel=x_label, ylabel="share of samples")
         axes.grid(visible=False, axis="x")
         _space_ticks(axes)
         rows = [
-            (line.label, f"{line.xs[i]:.4g} to {line.xs[i + 1]:.4g}", f"{share:.4f}")
-            for line in series
-            for i, share in enumerate(line.ys)
+            (line.label, f"{edges[i]:.4g} to {edges[i + 1]:.4g}", f"{share:.4f}")
+            for line, bars in zip(series, shares, strict=True)
+            for i, share in enumerate(bars)
         ]
         return _chart(figure, name, title, ("run", x_label, "share of samples"), rows, _legend(series))
-
-
-def stacked(name: str, title: str, bars: Sequence[tuple[str, dict[str, float]]], unit: str) -> Chart:
-    """Draw one bar per run, divided into parts, the largest first."""
-    names = dict.fromkeys(part for _, parts in bars for part in parts)
-    totals = {part: sum(parts.get(part, 0.0) for _, parts in bars) for part in names}
-    order = sorted((part for part in totals if totals[part] > 0), key=lambda part: -totals[part])
-    with _figure(name, (9.6, 0.75 + 0.42 * len(bars))) as (figure, axes):
-        for row, (_, parts) in enumerate(bars):
-            left = 0.0
-            for number, part in enumerate(order):
-                value = parts.get(part, 0.0)
-                axes.barh(row, value, left=left, height=0.62, color=_series_colour(number))
-                left += value
-        axes.margins(x=0)
-        axes.set_yticks(range(len(bars)), [_short(label) for label, _ in bars] if len(bars) > 1 else [""])
-        axes.invert_yaxis()
-        axes.set_xlabel(unit)
-        axes.grid(visible=False, axis="y")
-        axes.spines["left"].set_visible(False)
-        rows = [(label, *(f"{parts.get(part, 0.0):.2f}" for part in order)) for label, parts in bars]
-        return _chart(figure, name, title, ("run", *order), rows, tuple(enumerate(order)))
-
-
-def workers(
-    name: str,
-    title: str,
-    worlds: Sequence[tuple[float, int]],
-    end: float,
-    lost: Sequence[tuple[float, float]],
-) -> Chart:
-    """Draw the number of active workers over time, and mark when nothing was trained.
-
-    Args:
-        worlds: (seconds, workers) at each change.
-        lost: (begin, end) in seconds.
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    with _figure(name, (9.6, 1.7)) as (figure, axes):
-        xs, ys = [x for x, _ in worlds], [y for _, y in worlds]
-        axes.step([*xs, end], [*ys, ys[-1]], where="post", color=_COLOURS["s1"])
-        for begin, stop in lost:
-            # Most interruptions are shorter than a pixel, so give each a minimal width.
-            axes.axvspan(begin, max(stop, begin + end / 300), color=_COLOURS["bad"], alpha=0.55)
-        axes.set_ylim(0, max(ys) + 0.5)
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set(xlabel="seconds", ylabel="workers")
-        axes.grid(visible=False, axis="x")
-        rows = [(f"{x:.1f}", str(y)) for x, y in worlds]
-        return _chart(figure, name, title, ("seconds", "workers"), rows)
 
 
 @contextmanager

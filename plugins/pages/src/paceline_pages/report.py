@@ -17,11 +17,9 @@ from paceline.core.stats import LEVEL, RESAMPLES, Estimate
 from paceline.runs.directory import RunDirectory
 from paceline.runs.purity import read_purity
 from paceline_pages.analysis import Analysis
-from paceline_pages.classification import ClassificationResult
 from paceline_pages.comparison import differing_settings
 from paceline_pages.evaluation_recorder import Predictions, RegressionValues
-from paceline_pages.regression import RegressionResult
-from paceline_pages.significance import Difference, holm, mcnemar, paired
+from paceline_pages.evaluation_results import ClassificationResult, Difference, RegressionResult, holm, mcnemar, paired
 
 # --- Comparison of runs: is one better, and how do their settings differ? ---
 

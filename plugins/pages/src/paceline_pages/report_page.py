@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from rich.filesize import pick_unit_and_suffix
 
-from paceline.core.inference import Encoding, TensorSpec, name_with_unit
+from paceline.core.inference import Encoding, TensorSpec
 from paceline.core.stats import Estimate
 from paceline.runs.console import duration
-from paceline_pages.analysis import Analysis, Curve, Record
+from paceline_pages.analysis import Analysis, Record
 from paceline_pages.charts import (
     SERIES,
-    Chart,
-    Series,
-    curves,
-    histogram,
-    rates,
-    reliability,
-    scatter,
-    stacked,
-    workers,
+    calibration_chart,
+    error_charts,
+    phases_chart,
+    ranking_charts,
+    shown_rankings,
+    training_charts,
+    workers_chart,
 )
-from paceline_pages.classification import BINS, ClassScore, Ranking
 from paceline_pages.evaluation_recorder import LargeError, MisclassifiedSample
-from paceline_pages.regression import figure
+from paceline_pages.evaluation_results import ClassScore, figure
 from paceline_pages.report import RunReport, interval, number, points_of, probability
 from paceline_serving.encodings import show_category
 
@@ -91,10 +88,8 @@ def _png(tensor: torch.Tensor) -> str:
 _TEMPLATES = Path(__file__).with_name("templates")
 _MAX_LAYERS = 60
 _MAX_ENTRIES = 80
-_MAX_METRICS = 6
 _MAX_ELEMENTS = 16  # of an input that is shown as columns
 _MAX_COLUMNS = 32
-_BINS = 40
 _HIDDEN_EVENTS = ("checkpoint", "backup", "created")
 
 
@@ -124,20 +119,19 @@ def render(report: RunReport) -> str:
         "value": _value,
     }
     measured = [_all_metrics(analysis) for analysis in report.analyses]
-    phases = [(a.record.name, a.record.phases_s) for a in report.analyses if a.record.phases_s]
     style = Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8"))
     return environment.get_template("report.html").render(
         style=style,
         report=report,
-        training=_training(report.analyses),
-        rankings=_rankings(report.analyses),
-        ranked=_shown_rankings(report.analyses[0]),
-        errors=_errors(report.analyses),
+        training=training_charts(report.analyses),
+        rankings=ranking_charts(report.analyses),
+        ranked=shown_rankings(report.analyses[0]),
+        errors=error_charts(report.analyses),
         columns_of=columns_of,
         cells_of=cells_of,
-        phases=stacked("phases", "Seconds by phase, rank 0", phases, "seconds") if phases else None,
-        calibration=_calibration(report.analyses),
-        histories=[_history(index, analysis) for index, analysis in enumerate(report.analyses)],
+        phases=phases_chart(report.analyses),
+        calibration=calibration_chart(report.analyses),
+        histories=[_history(index, analysis.record) for index, analysis in enumerate(report.analyses)],
         tiles=_tiles(report.analyses[0]),
         several=len(report.analyses) > 1,
         most_layers=_MAX_LAYERS,
@@ -164,97 +158,6 @@ def _all_metrics(analysis: Analysis) -> dict[str, Estimate]:
         metrics.setdefault("negative log-likelihood", result.nll)
         metrics.setdefault("Brier score", result.brier)
     return metrics
-
-
-def _training(analyses: Sequence[Analysis]) -> list[Chart]:
-    """Draw the losses, next to them the validation's other metrics, and how the training went."""
-    several = len(analyses) > 1
-
-    def series(curve: Callable[[Record], Curve], part: str = "", **line: Any) -> list[Series]:
-        found = []
-        for index, analysis in enumerate(analyses):
-            if points := curve(analysis.record):
-                label = " ".join(word for word in (analysis.record.name if several else "", part) if word)
-                steps, values = zip(*points, strict=True)
-                found.append(Series(label or analysis.record.name, index, steps, values, **line))
-        return found
-
-    losses = series(lambda its: its.curve("loss"), "training")
-    # With one run the colour, and with several the line, tells validation from training.
-    part = "validation (dashed)" if several else "validation"
-    validation = series(lambda its: its.metric("val", "loss"), part, dashed=several)
-    losses += validation if several else [replace(line, colour=1) for line in validation]
-    metrics = [name for name in analyses[0].record.metrics_of("val") if name != "loss"][:_MAX_METRICS]
-    charts: list[tuple[str, str, list[Series], str, dict[str, Any]]] = [
-        ("loss", "Loss", losses, "loss", {"log": True}),
-        *(
-            (f"val-{k}", f"Validation {name}", series(partial(Record.metric, split="val", name=name)), name, {})
-            for k, name in enumerate(metrics)
-        ),
-        ("lr", "Learning rate", series(lambda its: its.curve("lr")), "learning rate", {}),
-        (
-            "throughput",
-            "Throughput",
-            series(lambda its: its.curve("samples_per_s")),
-            "samples/s",
-            {"from_zero": True},
-        ),
-        ("memory", "Memory of the largest rank", series(Record.memory), "MiB", {"from_zero": True}),
-    ]
-    return [curves(name, title, lines, y_label=y, **more) for name, title, lines, y, more in charts if lines]
-
-
-def _rankings(analyses: Sequence[Analysis]) -> list[Chart]:
-    """Draw the ROC and precision-recall curves: of each class of one run, or of the first run's weakest class."""
-    first, shown = analyses[0].classification, _shown_rankings(analyses[0])
-    if first is None or not shown:
-        return []
-    found: list[tuple[str, Ranking | None]] = [(score.label, score.ranking) for score in shown]
-    of = ""
-    if len(analyses) > 1:
-        number, of = first.classes.index(shown[0]), f" of {shown[0].label}"
-        several = [(a.record.name, a.classification.classes) for a in analyses if a.classification is not None]
-        found = [(name, classes[number].ranking) for name, classes in several if number < len(classes)]
-    lines = [(label, ranking) for label, ranking in found if ranking is not None]
-    roc = [Series(label, i, r.false_positive_rate.tolist(), r.recall.tolist()) for i, (label, r) in enumerate(lines)]
-    pr = [Series(label, i, r.recall.tolist(), r.precision.tolist()) for i, (label, r) in enumerate(lines)]
-    return [
-        rates("roc", f"ROC{of}", roc, "false positive rate", "recall (true positive rate)", diagonal=True),
-        rates("pr", f"Precision and recall{of}", pr, "recall", "precision"),
-    ]
-
-
-def _shown_rankings(analysis: Analysis) -> list[ClassScore]:
-    """Return the classes with a curve, those with the smallest area first; of two, the second is the other's mirror."""
-    classes = () if analysis.classification is None else analysis.classification.classes
-    ranked = [(score.ranking.auc, score) for score in classes if score.ranking is not None]
-    if len(classes) == 2:
-        return [score for _, score in ranked[-1:]]
-    return [score for _, score in sorted(ranked, key=lambda pair: pair[0])][:SERIES]
-
-
-def _errors(analyses: Sequence[Analysis]) -> list[Chart]:
-    found = [(i, a.record.name, a.values) for i, a in enumerate(analyses) if a.values is not None]
-    if not found:
-        return []
-    target, unit = found[0][2].target, found[0][2].unit
-    true, predicted = (f"{which} {name_with_unit(target, unit)}" for which in ("true", "predicted"))
-    residuals = [values.predicted - values.actual for _, _, values in found]
-    finite = np.concatenate([part[np.isfinite(part)] for part in residuals])
-    edges = np.histogram_bin_edges(finite, bins=_BINS) if len(finite) else np.array([-1.0, 1.0])
-    against = [Series(name, i, values.actual.tolist(), values.predicted.tolist()) for i, name, values in found]
-    over = [
-        Series(name, i, values.predicted.tolist(), part.tolist())
-        for (i, name, values), part in zip(found, residuals, strict=True)
-    ]
-    shares = [np.histogram(part[np.isfinite(part)], edges)[0] / len(part) for part in residuals]
-    bars = [Series(name, i, edges.tolist(), part.tolist()) for (i, name, _), part in zip(found, shares, strict=True)]
-    residual = "residual (predicted - true)"
-    return [
-        scatter("predicted", "Predicted and true", against, true, predicted, reference="equal"),
-        scatter("residuals", "Residuals", over, predicted, residual, reference="zero"),
-        histogram("residual-shares", "Distribution of the residuals", bars, residual),
-    ]
 
 
 @dataclass(frozen=True)
@@ -304,33 +207,11 @@ def _texts(tensor: torch.Tensor, encoding: Encoding) -> list[str]:
     return [text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…" for text in texts]
 
 
-def _calibration(analyses: Sequence[Analysis]) -> Chart | None:
-    found = [(i, a.record.name, a.classification.bins) for i, a in enumerate(analyses) if a.classification is not None]
-    if not found:
-        return None
-    series = [
-        Series(name, i, [b.confidence for b in bins], [b.accuracy.value for b in bins]) for i, name, bins in found
-    ]
-    first = found[0][2]
-    shares = [((b.low + b.high) / 2, b.count / sum(b.count for b in first)) for b in first]
-    return reliability("calibration", "Accuracy by confidence", series, shares, BINS)
-
-
-def _history(index: int, analysis: Analysis) -> dict[str, Any]:
-    timeline = analysis.record.timeline
+def _history(index: int, record: Record) -> dict[str, Any]:
+    timeline = record.timeline
     shown = [entry for entry in timeline.entries if entry.event not in _HIDDEN_EVENTS]
-    chart = None
-    if timeline.worlds:
-        end = max([entry.seconds for entry in timeline.entries] + [timeline.goodput.active_s, 1.0])
-        chart = workers(
-            f"workers-{index}",
-            f"Workers of {analysis.record.name}",
-            [(world.seconds, world.world_size) for world in timeline.worlds],
-            end,
-            [(i.begin, i.end) for i in timeline.interruptions],
-        )
     return {
-        "chart": chart,
+        "chart": workers_chart(f"workers-{index}", record),
         "entries": shown[:_MAX_ENTRIES],
         "left_out": max(0, len(shown) - _MAX_ENTRIES),
         "checkpoints": sum(entry.event == "checkpoint" for entry in timeline.entries),
@@ -373,11 +254,8 @@ def _class_name(analysis: Analysis, number: int) -> str:
 
 
 def _bytes(size: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
-        size = size / 1024  # type: ignore[assignment]
-    return f"{size:,.1f} GiB"
+    one, unit = pick_unit_and_suffix(size, ["B", "KiB", "MiB", "GiB"], 1024)
+    return f"{size / one:,.{0 if one == 1 else 1}f} {unit}"
 
 
 def _value(value: Any) -> str:

@@ -23,9 +23,8 @@ from paceline.core.errors import TaskError
 from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.task import Task
 from paceline.data.samples import MicroBatch
-from paceline_pages.classification import ClassificationResult, classify, rank
 from paceline_pages.evaluation_recorder import MISTAKES, Column, EvaluationRecorder, LargeError, Predictions
-from paceline_pages.regression import regress
+from paceline_pages.evaluation_results import ClassificationResult, classify, rank, regress
 from paceline_pages.report_page import cells_of, columns_of, show
 from paceline_serving.encodings import Categories, Dates, Vocabulary
 

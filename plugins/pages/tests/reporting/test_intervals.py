@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binomtest
 
 from paceline.core.stats import Estimate, mean, ratio, wilson
-from paceline_pages.significance import holm, mcnemar, of_counts, paired
+from paceline_pages.evaluation_results import holm, mcnemar, of_counts, paired
 
 
 def test_wilsons_interval_is_the_published_one() -> None:

@@ -23,8 +23,8 @@ from paceline.core.errors import CheckpointError, ConfigError, DataError, RunDir
 from paceline.core.stats import Estimate, Floats
 from paceline.core.task import Task
 from paceline.data.samples import MicroBatch
-from paceline_pages.classification import ClassScore
 from paceline_pages.evaluation_recorder import EvaluationRecorder
+from paceline_pages.evaluation_results import ClassScore
 from paceline_pages.report import compare, headline
 from paceline_pages.report_command import report
 from paceline_pages.report_page import _weakest_first

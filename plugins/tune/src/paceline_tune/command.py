@@ -224,7 +224,7 @@ def _goal(text: str) -> tuple[str, float]:
 
 def _print_result(search: Search, directory: SearchDirectory, code: int, *, json: bool) -> int:
     from paceline_tune.history import read_trials
-    from paceline_tune.status import SearchStatus, render
+    from paceline_tune.status import render
 
     if not directory.result.exists():
         return code or 1
@@ -239,8 +239,8 @@ def _print_result(search: Search, directory: SearchDirectory, code: int, *, json
         console.width = max(console.width, 140)
     say = partial(console.print, markup=False, soft_wrap=True)
     journal = read_trials(directory.journal)
-    status = SearchStatus(clock_s=result["seconds"], budget=result["budget"] or "")
-    console.print(render(search, journal, status, show_all=True), soft_wrap=False)
+    status = render(search, journal, clock_s=result["seconds"], budget=result["budget"] or "", show_all=True)
+    console.print(status, soft_wrap=False)
     failed = [trial for trial in journal.trials.values() if trial.state == "failed"]
     for trial in failed[:_MAX_SHOWN_FAILURES]:
         say(f"trial {trial.number:05d} failed: {trial.results[-1].message}", style="red")

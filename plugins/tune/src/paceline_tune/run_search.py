@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from types import FrameType, ModuleType
 from typing import Any, Self
 
 from ray.tune import Callback
+from rich.console import RenderableType
 from rich.live import Live
 
 from paceline.core.errors import RESTART_EXIT_CODE, LaunchError, PacelineError, RunDirectoryError
@@ -26,7 +27,6 @@ from paceline.core.standard_streams import escape_controls
 from paceline.runs.metric_writers import finite, has_tensorboard
 from paceline_ray.cluster import connect, import_ray
 from paceline_trackers.mlflow import conclude_mlflow_search
-from paceline_tune.charts import draw
 from paceline_tune.history import (
     MAX_FAILED,
     SearchJournal,
@@ -38,7 +38,7 @@ from paceline_tune.history import (
     write_result,
 )
 from paceline_tune.search import WARN_AT, Search, SearchCost, SearchDirectory, show_seconds
-from paceline_tune.status import SearchStatus, render
+from paceline_tune.status import draw, render
 from paceline_tune.trial import last_line
 
 # --- Monitoring: write the journal, show the status, and enforce the budget ---
@@ -145,15 +145,17 @@ class SearchMonitor(Callback):  # type: ignore[misc]
             self._journal.add_spent(self.clock_s, self._running_s)
         if self._live.is_started and time.monotonic() - self._shown_at > _SHOW_S:
             self._shown_at = time.monotonic()
-            self._live.update(render(self._search, self._journal, self.status()), refresh=True)
+            self._live.update(self._render(), refresh=True)
 
-    def status(self) -> SearchStatus:
+    def _render(self) -> RenderableType:
         total, free = self._ray.cluster_resources(), self._ray.available_resources()
         used = [
             f"{total[name] - free.get(name, 0):g}/{total[name]:g} {name}s" for name in ("CPU", "GPU") if name in total
         ]
         asha = self._search.scheduler == "asha" and self.scheduler is not None
-        return SearchStatus(
+        return render(
+            self._search,
+            self._journal,
             clock_s=self.clock_s,
             resources=", ".join(used),
             scheduler=self.scheduler.debug_string() if asha else "",
@@ -170,27 +172,28 @@ class SearchMonitor(Callback):  # type: ignore[misc]
             concurrent = min(concurrent, int(resources.get("GPU", 0) // search.gpus))
         return max(1, concurrent)
 
-    def started(self, number: int) -> None:
+    # Tune's events
+
+    def on_step_end(self, iteration: int, trials: Any, **info: Any) -> None:
+        self.poll()
+
+    def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+        number = trial.config["number"]
         self._journal.trial(number).begun = True
         self._since[number] = time.monotonic()
 
-    def result(self, number: int, report: Mapping[str, Any], *, ended: bool) -> None:
-        """Record a trial's result.
-
-        Args:
-            report: the actor's return value, with Tune's additions.
-            ended: whether the trial will not continue.
-        """
-        trial = self._journal.trial(number)
-        state = report["state"]
+    def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
+        """Record a trial's result, which is the actor's return value, with Tune's additions."""
+        number, report, ended = trial.config["number"], result, bool(result.get("done"))
+        known, state = self._journal.trial(number), report["state"]
         if ended or state != "running":
             self._since.pop(number, None)
         else:
             self._since[number] = time.monotonic()
-        if state == "waiting" or (state == "running" and report["step"] <= trial.step):
+        if state == "waiting" or (state == "running" and report["step"] <= known.step):
             self._journal.unrecorded_s += report["seconds"]
             return  # already recorded, or the trial will be continued
-        result = TrialResult(
+        recorded = TrialResult(
             trial=number,
             state="stopped" if ended and state == "running" else state,
             iteration=report["iteration"],
@@ -201,36 +204,38 @@ class SearchMonitor(Callback):  # type: ignore[misc]
             place=f"{report.get('node_ip', '')}:{report.get('pid', '')}",
             message=report["message"],
         )
-        self._record(result)
+        self._record(recorded)
         if not self._live.is_started:
-            self._print_result(result)
-        if not self._estimated and result.iteration == 1:
-            self._update_estimate(max(0.0, result.seconds - report["start_s"]))
+            self._print_result(recorded)
+        if not self._estimated and recorded.iteration == 1:
+            self._update_estimate(max(0.0, recorded.seconds - report["start_s"]))
 
-    def lost(self, number: int, reason: str) -> None:
+    def on_trial_recover(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         """Note that a trial's process or node was lost; it restarts from its last checkpoint."""
+        number = trial.config["number"]
         self._journal.unrecorded_s += self._stop_timer(number)
         if self._directory.stop.exists():
             self.print_status(f"trial {number:05d} ended with the search; --resume continues it")
             return
-        self.print_status(f"trial {number:05d} was lost, and continues from its last checkpoint: {reason}")
+        self.print_status(f"trial {number:05d} was lost, and continues from its last checkpoint: {_error_of(trial)}")
 
-    def gave_up(self, number: int, reason: str) -> None:
-        self.failure = reason
-        trial = self._journal.trial(number)
+    def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+        self.failure = f"it was lost too often; the last time {_error_of(trial)}"
+        number = trial.config["number"]
+        known = self._journal.trial(number)
         self._record(
             TrialResult(
                 trial=number,
                 state="failed",
-                iteration=trial.iteration,
-                step=trial.step,
+                iteration=known.iteration,
+                step=known.step,
                 metrics={},
                 seconds=round(self._stop_timer(number), 3),
                 clock_s=round(self.clock_s, 3),
-                message=reason,
+                message=self.failure,
             )
         )
-        self.print_status(f"trial {number:05d} failed: {reason}")
+        self.print_status(f"trial {number:05d} failed: {self.failure}")
 
     def print_status(self, text: str) -> None:
         self._console.print(f"paceline: {text}", markup=False, soft_wrap=True)
@@ -275,23 +280,6 @@ class SearchMonitor(Callback):  # type: ignore[misc]
             self.spent = True
             self._directory.stop.touch()
             self.print_status(f"the budget is spent: {budget.show(self.cost)}. Running trials save and stop.")
-
-    # Tune's events
-
-    def on_step_end(self, iteration: int, trials: Any, **info: Any) -> None:
-        self.poll()
-
-    def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        self.started(trial.config["number"])
-
-    def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
-        self.result(trial.config["number"], result, ended=bool(result.get("done")))
-
-    def on_trial_recover(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        self.lost(trial.config["number"], _error_of(trial))
-
-    def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        self.gave_up(trial.config["number"], f"it was lost too often; the last time {_error_of(trial)}")
 
 
 def _error_of(trial: Any) -> str:

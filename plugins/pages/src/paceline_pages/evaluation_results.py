@@ -1,16 +1,137 @@
-"""Results of a classifier: scores by class, ROC and precision-recall, confusions and calibration."""
+"""Results of a classifier and of a regression on a split, and tests of whether two runs differ.
+
+Tests and intervals of shares of counts are computed by arithmetic alone.
+
+- McNemar's test in its exact form for two classifiers on the same samples: Q. McNemar, Psychometrika 12
+  (1947); T. G. Dietterich, "Approximate Statistical Tests for Comparing Supervised Classification Learning
+  Algorithms", Neural Computation 10 (1998).
+- Holm's correction for comparisons of several runs: S. Holm, Scandinavian Journal of Statistics 6 (1979).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.stats import Estimate, Floats, mean, wilson
-from paceline_pages.evaluation_recorder import Predictions
-from paceline_pages.significance import Counts, of_counts
+from paceline.core.stats import (
+    AT_ONCE,
+    LARGE,
+    RESAMPLES,
+    SEED,
+    Estimate,
+    Floats,
+    interval_between,
+    mean,
+    pieces,
+    ratio,
+    resampled_ratios,
+    wilson,
+)
+from paceline_pages.evaluation_recorder import Column, Predictions, RegressionValues
+from paceline_serving.encodings import show_category
+
+# --- Differences of runs, and shares of counts ---
+
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference of two runs on the same samples.
+
+    Attributes:
+        estimate: the second minus the first.
+        p_value: of a difference at least as large under the null hypothesis.
+    """
+
+    estimate: Estimate
+    p_value: float
+    test: str
+
+
+def of_counts(counts: Counts, statistic: Callable[[Floats], Floats]) -> Estimate:
+    """Estimate a share that depends on the number of samples in each cell, by resampling samples.
+
+    N samples with replacement have cell counts that follow a multinomial distribution.
+
+    Args:
+        counts: (cells,).
+        statistic: (R, cells) counts -> (R,) values.
+    """
+    total = int(counts.sum())
+    value = float(statistic(counts[None].astype(np.float64))[0]) if total else math.nan
+    if total < 10:
+        return Estimate(value, is_share=True)
+    generator = np.random.default_rng(SEED)
+    at_once = max(1, min(RESAMPLES, AT_ONCE // max(1, len(counts))))
+    drawn = [
+        statistic(generator.multinomial(total, counts / total, size=size).astype(np.float64))
+        for size in pieces(RESAMPLES, at_once)
+    ]
+    return replace(interval_between(value, np.concatenate(drawn), "bootstrap over samples"), is_share=True)
+
+
+def mcnemar(first_right: npt.NDArray[np.bool_], second_right: npt.NDArray[np.bool_]) -> Difference:
+    """Test whether the second of two classifiers is right more often; both (N,), by sample.
+
+    The null hypothesis of the exact test: where they disagree, either is right with probability 1/2.
+    """
+    gained = int((second_right & ~first_right).sum())
+    lost = int((first_right & ~second_right).sum())
+    change = second_right.astype(np.float64) - first_right.astype(np.float64)
+    estimate = ratio(change, np.ones_like(change), "paired bootstrap over samples")
+    estimate = replace(estimate, is_share=True)
+    return Difference(estimate, _binomial_test(min(gained, lost), gained + lost), "McNemar's exact test")
+
+
+def paired(first: Floats, second: Floats) -> Difference:
+    """Test whether the mean of the second differs from that of the first; both (N,), by sample, finite."""
+    change = second - first
+    estimate = ratio(change, np.ones_like(change), "paired bootstrap over samples")
+    if not bool(change.any()):
+        return Difference(Estimate(0.0, 0.0, 0.0, estimate.method), 1.0, "paired bootstrap")
+    if len(change) < 10:
+        return Difference(estimate, 1.0, "too few samples to tell")
+    # Shifted to a mean of 0, as it would be were there no difference (Efron and Tibshirani, chapter 16).
+    centred = change - change.mean()
+    if len(change) > LARGE:
+        error = float(change.std()) / math.sqrt(len(change))
+        z = abs(float(change.mean())) / error if error else math.inf
+        return Difference(estimate, 2 * NormalDist().cdf(-z), "normal test of paired differences")
+    drawn = resampled_ratios(centred, np.ones_like(centred))
+    extreme = int((np.abs(drawn) >= abs(float(change.mean()))).sum())
+    return Difference(estimate, (extreme + 1) / (RESAMPLES + 1), "paired bootstrap")
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Correct the p-values of several comparisons for multiple testing."""
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, p_values[index] * (len(p_values) - rank)))
+        corrected[index] = largest
+    return corrected
+
+
+def _binomial_test(fewer: int, total: int) -> float:
+    if total == 0:
+        return 1.0
+    logs = [
+        math.lgamma(total + 1) - math.lgamma(k + 1) - math.lgamma(total - k + 1) - total * math.log(2)
+        for k in range(fewer + 1)
+    ]
+    return min(1.0, 2 * math.fsum(map(math.exp, logs)))
+
+
+# --- A classifier: scores by class, ROC and precision-recall, confusions and calibration ---
+
 
 BINS = 15
 """Number of bins of equal width, as in Guo et al., "On Calibration of Modern Neural Networks" (ICML 2017)."""
@@ -238,3 +359,108 @@ def _bins(predictions: Predictions) -> tuple[Bin, ...]:
         for k, inside in parts
         if inside.any()
     )
+
+
+# --- A regression: errors, residuals, and the slices of the data in which they are largest ---
+
+
+_MOST_CATEGORIES = 8
+_QUANTILES = 4
+_MIN_SHARE = 0.01  # of the samples, below which a slice says nothing
+_MOST_SLICES = 20
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The samples for which a column has one value, or a value between two.
+
+    Attributes:
+        column: an input, or the target.
+        text: the value, or the interval.
+        mae: their mean absolute error.
+        bias: their mean residual.
+    """
+
+    column: str
+    text: str
+    samples: int
+    mae: Estimate
+    bias: float
+
+
+@dataclass(frozen=True)
+class RegressionResult:
+    """Results of a regression on one split.
+
+    Attributes:
+        mae: mean absolute error.
+        rmse: root of the mean squared error.
+        r2: the share of the targets' variance that the model explains; None if the targets do not vary.
+        bias: mean residual, predicted minus true.
+        slices: those with the largest errors, the largest first.
+    """
+
+    mae: Estimate
+    rmse: Estimate
+    r2: float | None
+    bias: Estimate
+    slices: tuple[Slice, ...]
+
+
+MISSING = "(missing)"
+
+
+def figure(value: float, sign: str = "") -> str:
+    """Format a value with four digits, a large one without an exponent, a positive one with its sign if it is "+"."""
+    return f"{value:{sign},.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:{sign}.4g}"
+
+
+def regress(values: RegressionValues) -> RegressionResult:
+    """Compute all results of a split with at least one sample."""
+    residuals = values.predicted - values.actual
+    squares = mean(residuals**2)
+    variance = float(np.var(values.actual))
+    rmse = Estimate(
+        float(np.sqrt(squares.value)),
+        None if squares.low is None else float(np.sqrt(max(0.0, squares.low))),
+        None if squares.high is None else float(np.sqrt(squares.high)),
+        squares.method,
+    )
+    return RegressionResult(
+        mae=mean(np.abs(residuals)),
+        rmse=rmse,
+        r2=1.0 - squares.value / variance if variance > 0 else None,
+        bias=mean(residuals),
+        slices=_slices({**values.columns, values.target: Column(values.actual)}, residuals),
+    )
+
+
+def _slices(columns: Mapping[str, Column], residuals: Floats) -> tuple[Slice, ...]:
+    found = []
+    for name, column in columns.items():
+        for text, inside in _parts(column):
+            if inside.sum() >= max(2.0, _MIN_SHARE * len(residuals)) and not inside.all():
+                errors = residuals[inside]
+                found.append(Slice(name, text, int(inside.sum()), mean(np.abs(errors)), float(errors.mean())))
+    return tuple(sorted(found, key=lambda part: -part.mae.value)[:_MOST_SLICES])
+
+
+def _parts(column: Column) -> list[tuple[str, npt.NDArray[np.bool_]]]:
+    """Divide samples by a column's categories, or its values if there are few, else at its quartiles."""
+    cells = column.cells
+    if (categories := column.categories) is not None:
+        return [(show_category(categories.decode(code)) or MISSING, cells == code) for code in np.unique(cells)]
+    finite = cells[np.isfinite(cells)]
+    missing = [(MISSING, np.isnan(cells))]
+    different = np.unique(finite)
+    if len(different) <= _MOST_CATEGORIES:
+        return missing + [(figure(value), cells == value) for value in different]
+    edges = np.unique(np.quantile(finite, np.linspace(0, 1, _QUANTILES + 1)))
+    ends = range(len(edges) - 1)
+    return missing + [
+        (
+            f"{figure(edges[i])} to {figure(edges[i + 1])}",
+            (cells >= edges[i]) & ((cells < edges[i + 1]) if i < ends[-1] else (cells <= edges[i + 1])),
+        )
+        for i in ends
+    ]
