@@ -23,7 +23,7 @@ from paceline.data.audit import audit
 from paceline.runs.directory import RunDirectory
 from paceline_tune.history import SearchHistory, Spent, Suggestion, TrialResult, read_trials
 from paceline_tune.plan_search import check
-from paceline_tune.population import choose_successor, explore, is_comparable
+from paceline_tune.sampler import choose_successor, explore, is_comparable
 from paceline_tune.search import Search, SearchDirectory
 from paceline_tune.space import parse_space
 

@@ -70,19 +70,12 @@ def status(job: str, *, json: Flag = False) -> int:
         print(json_module.dumps(_as_json(record, current)))
     else:
         table = Table(show_header=False, box=None)
-        rows = [
-            ("job", Text(record.id)),
-            ("name", Text(record.name)),
-            ("state", Text.assemble(_format_state(current), f"  {current.detail}" if current.detail else "")),
-            ("command", Text(" ".join(record.command))),
-            ("directory", Text(record.directory)),
-        ]
-        if record.run is not None:
-            rows.append(("run", Text(record.run)))
-        if current.restarts:
-            rows.append(("restarts", Text(str(current.restarts))))
-        for row in rows:
-            table.add_row(*row)
+        state = Text.assemble(_format_state(current), f"  {current.detail}" if current.detail else "")
+        rows = {"job": record.id, "name": record.name, "state": state, "command": " ".join(record.command)}
+        rows |= {"directory": record.directory, "run": record.run, "restarts": str(current.restarts or "")}
+        for name, value in rows.items():
+            if value:
+                table.add_row(name, value if isinstance(value, Text) else Text(value))
         Console().print(table)
     return 1 if current.state == "failed" else 0
 

@@ -239,11 +239,7 @@ def make_report(analyses: Sequence[Analysis]) -> RunReport:
 
 def versions_now() -> dict[str, str]:
     """Return the installed versions as ``run.toml`` records them."""
-    return {
-        "paceline": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
+    return {"paceline": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 def as_json(report: RunReport) -> dict[str, Any]:

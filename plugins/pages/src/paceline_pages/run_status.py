@@ -168,7 +168,12 @@ def _summarise(directory: RunDirectory) -> RunSummary:
     started: dict[str, Any] = next((e for e in reversed(events) if e["event"] == "started"), {})
     steps = [r["step"] for r in (*events, *records) if r.get("step") is not None]
     last = last_deciding(events)
-    state = _state(directory, last)
+    ended: State | None = last.get("event") if last.get("event") in ("finished", "stopped", "failed") else None
+    state: State = "running" if directory.is_running() else ended or "crashed"
+    problem = None
+    if state == "failed":
+        error = (str(last.get("error", "")).strip().splitlines() or ["unknown error"])[0]
+        problem = error if last.get("rank") is None else f"rank {last['rank']}: {error}"
     splits = _SPLITS if search_of(directory) is None else _SPLITS_OF_TRIAL
     metric, value = _main_metric(config, result, records, splits)
     summary = RunSummary(
@@ -185,7 +190,7 @@ def _summarise(directory: RunDirectory) -> RunSummary:
         value=value,
         created=float(events[0]["time"]) if events else directory.manifest.stat().st_mtime,
         seconds=_active_seconds(directory, events, state),
-        problem=_failure(last) if state == "failed" else None,
+        problem=problem,
     )
     return msgspec.convert(dataclasses.asdict(summary), RunSummary)  # a damaged file may hold values of any type
 
@@ -194,19 +199,6 @@ def last_deciding(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the last record of a beginning or an end: a backup, a note about a node and others may follow an end."""
     deciding = ("created", "started", "finished", "stopped", "failed")
     return next((event for event in reversed(events) if event["event"] in deciding), {})
-
-
-def _state(directory: RunDirectory, last: Mapping[str, Any]) -> State:
-    if directory.is_running():
-        return "running"
-    ended: State | None = last.get("event") if last.get("event") in ("finished", "stopped", "failed") else None
-    return ended or "crashed"
-
-
-def _failure(event: Mapping[str, Any]) -> str:
-    lines = str(event.get("error", "")).strip().splitlines() or ["unknown error"]
-    rank = event.get("rank")
-    return lines[0] if rank is None else f"rank {rank}: {lines[0]}"
 
 
 def _active_seconds(directory: RunDirectory, events: list[dict[str, Any]], state: State) -> float:

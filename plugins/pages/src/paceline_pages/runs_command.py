@@ -96,8 +96,11 @@ def _print_table(summaries: list[RunSummary]) -> None:
     for run in summaries:
         cells: list[str | Text] = [run.name, Text(run.state, style=_STYLES.get(run.state, "red"))]
         if is_wide:
-            cells += [run.task or "", _processes(run)]
-        cells += [_step(run), _result(run), "" if run.created is None else short_time(now - run.created)]
+            microbatches = "?" if run.microbatches is None else run.microbatches
+            cells += [run.task or "", "" if run.world_size is None else f"{run.world_size} x {microbatches}"]
+        total = "" if run.total_steps is None else f"/{run.total_steps}"
+        cells += ["" if run.step is None else f"{run.step}{total}", _result(run)]
+        cells.append("" if run.created is None else short_time(now - run.created))
         if is_wide:
             cells.append("" if run.seconds is None else short_time(run.seconds))
         table.add(*cells)
@@ -124,18 +127,6 @@ def _print_searches(searches: list[Path]) -> None:
     console.print(table)
     text = f"A search's trials: paceline runs --compare {searches[0]}"
     console.print(text, style="dim", markup=False, soft_wrap=True)
-
-
-def _processes(run: RunSummary) -> str:
-    if run.world_size is None:
-        return ""
-    return f"{run.world_size} x {'?' if run.microbatches is None else run.microbatches}"
-
-
-def _step(run: RunSummary) -> str:
-    if run.step is None:
-        return ""
-    return f"{run.step}/{run.total_steps}" if run.total_steps is not None else f"{run.step}"
 
 
 def _result(run: RunSummary) -> Text:

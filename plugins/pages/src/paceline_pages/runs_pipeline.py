@@ -45,18 +45,9 @@ def pipeline(run: Path, *, svg: Path | None = None, json: Annotated[bool, Parame
             raise RunDirectoryError(f"--svg {svg} cannot be written: {error.strerror}.") from error
     counted, times = trace.counted(), trace.stages_s()
     if json:
-        print(
-            json_module.dumps(
-                {
-                    "schedule": trace.schedule,
-                    "step": trace.step,
-                    "microbatches": trace.microbatches,
-                    "idle": trace.idle,
-                    "counted": counted,
-                    "stages": [{"forward_s": f, "backward_s": b} for f, b in times],
-                }
-            )
-        )
+        document = {name: getattr(trace, name) for name in ("schedule", "step", "microbatches", "idle")}
+        stages = [{"forward_s": f, "backward_s": b} for f, b in times]
+        print(json_module.dumps({**document, "counted": counted, "stages": stages}))
         return 0
     print(f"{trace.schedule}, {len(trace.ranks)} ranks, {trace.microbatches} micro-batches, step {trace.step}")
     for stage, (forward_s, backward_s) in enumerate(times):
@@ -113,14 +104,11 @@ class PipelineTrace:
         other way round.
         """
         ranks, times = len(self.ranks), self.stages_s()
-        shares: dict[Name, float] = {}
-        for name, chunks in CHUNKS.items():
-            if name == "pipedream":  # its steps overlap
-                continue
-            shares[name] = bubble_fraction(
-                predicted(name, ranks, self.microbatches, _redistribute(times, ranks, chunks))
-            )
-        return shares
+        return {
+            name: bubble_fraction(predicted(name, ranks, self.microbatches, _redistribute(times, ranks, chunks)))
+            for name, chunks in CHUNKS.items()
+            if name != "pipedream"  # its steps overlap
+        }
 
 
 def _redistribute(times: Sequence[tuple[float, float]], ranks: int, chunks: int) -> list[tuple[float, float]]:
@@ -145,8 +133,7 @@ def predicted(
 ) -> tuple[tuple[TimedAction, ...], ...]:
     """Return the timeline of a step, from each stage's seconds for forward and backward.
 
-    Args:
-        stages_s: of each stage; half of a backward is assumed to be its input's part.
+    Half of a backward is assumed to be its input's part.
     """
     shares: dict[Kind, tuple[float, float]] = {"F": (1, 0), "B": (0, 1), "I": (0, 0.5), "W": (0, 0.5)}
 
@@ -214,9 +201,8 @@ def draw(trace: PipelineTrace) -> str:
                 f"stage {stage}: {(stop - start) * 1e3:.2f} ms</title></rect>"
             )
             if wide > 9:
-                parts.append(
-                    f'<text x="{x + wide / 2:.1f}" y="{y + 22}" text-anchor="middle" font-size="10">{k}</text>'
-                )
+                place = f'x="{x + wide / 2:.1f}" y="{y + 22}" text-anchor="middle"'
+                parts.append(f'<text {place} font-size="10">{k}</text>')
     kinds = sorted({t.action.kind for of_rank in trace.ranks for t in of_rank}, key="FBIW".index)
     for number, kind in enumerate(kinds):
         x, y = _LEFT + 190 * number, height - 32

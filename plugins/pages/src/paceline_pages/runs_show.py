@@ -42,26 +42,15 @@ def show(run: Path, *, json: Annotated[bool, Parameter(negative="")] = False) ->
         raise RunDirectoryError(f"{directory.events} is damaged: {error!r}.") from error
     drift = (directory.read_result() or {}).get("drift")
     if json:
-        print(json_module.dumps({**as_json(history), **({} if drift is None else {"drift": drift})}))
+        goodput = history.goodput
+        numbers = {"share": goodput.share, "good_s": round(goodput.good_s, 3), **dataclasses.asdict(goodput)}
+        document = {**dataclasses.asdict(history), "goodput": numbers, **({} if drift is None else {"drift": drift})}
+        print(json_module.dumps(document))
     else:
         _print(directory, history)
         if drift is not None:
             _print_drift(directory, drift)
     return 0
-
-
-def as_json(history: Timeline) -> dict[str, Any]:
-    """Return the timeline as JSON types."""
-    goodput = history.goodput
-    return {
-        "entries": [dataclasses.asdict(entry) for entry in history.entries],
-        "interruptions": [dataclasses.asdict(interruption) for interruption in history.interruptions],
-        "goodput": {
-            "share": goodput.share,
-            "good_s": round(goodput.good_s, 3),
-            **dataclasses.asdict(goodput),
-        },
-    }
 
 
 def _alive_at(directory: RunDirectory) -> float | None:
@@ -109,10 +98,8 @@ def _print_drift(directory: RunDirectory, drift: Mapping[str, Any]) -> None:
     if "problem" in drift:
         console.print(escape(f"The distance from the parent is unknown: {drift['problem']}"), soft_wrap=True)
         return
-    moved = sorted(
-        ((module, size) for module, size in drift["modules"].items() if size),
-        key=lambda item: -item[1],
-    )
+    sizes = [(module, size) for module, size in drift["modules"].items() if size]
+    moved = sorted(sizes, key=lambda item: -item[1])
     num_unmoved = len(drift["modules"]) - len(moved)
     facts = [f"Its weights moved by {_percent(drift['relative_l2'])} of their 2-norm"]
     if drift["agreement"] is not None:

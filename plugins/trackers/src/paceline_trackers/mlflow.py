@@ -163,13 +163,11 @@ class MlflowTracker:
         if configured := os.environ.get("MLFLOW_EXPERIMENT_ID"):
             return configured
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.task.rpartition("/")[2]
-        found = self._store.client.get_experiment_by_name(name)
-        if found is None:
+        if (found := self._store.client.get_experiment_by_name(name)) is None:
             try:
                 return str(self._store.client.create_experiment(name))
             except MlflowException:  # another process may have created it
-                found = self._store.client.get_experiment_by_name(name)
-                if found is None:
+                if (found := self._store.client.get_experiment_by_name(name)) is None:
                     raise
         return str(found.experiment_id)
 

@@ -47,7 +47,6 @@ Tool = Literal["tensorboard", "mlflow"]
 _LOOPBACK = "127.0.0.1"
 _SETTINGS = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 _POLL_S = 0.2
-_WATCH_S = 0.5
 _LOG = "server.log"
 _END_S = 3.0  # then the server is killed: it has nothing to save
 
@@ -196,7 +195,6 @@ def show_runs(runs: Sequence[ComparedRun], tool: Tool, *, json: bool) -> int:
     ended = threading.Event()
     if not json:
         print(f"Copying {len(runs)} runs for the tool, then starting it ...", file=sys.stderr)
-    name = {"tensorboard": "TensorBoard", "mlflow": "MLflow"}[tool]
     with (
         handle_signals((signal.SIGINT, signal.SIGTERM), lambda *_: ended.set()),
         tempfile.TemporaryDirectory(prefix="paceline-compare-", ignore_cleanup_errors=True) as created,
@@ -205,23 +203,23 @@ def show_runs(runs: Sequence[ComparedRun], tool: Tool, *, json: bool) -> int:
         if tool == "tensorboard":
             write_tensorboard(runs, folder)
             command = ["-m", "tensorboard.main", "--logdir", str(folder)]
-            page = "#hparams"
+            name, page = "TensorBoard", "#hparams"
         else:
             uri, experiment = write_mlflow(runs, folder)
             command = ["-m", "mlflow", "server", "--backend-store-uri", uri, "--workers", "1"]
-            page = f"#/experiments/{experiment}/runs"
+            name, page = "MLflow", f"#/experiments/{experiment}/runs"
         url = f"http://{_LOOPBACK}:{port}/{page}"
         with _server([sys.executable, *command, "--host", _LOOPBACK, "--port", str(port)], folder) as process:
-            while process.poll() is None and not _is_listening(port) and not ended.wait(_POLL_S):
-                pass
-            if process.poll() is None and not ended.is_set():
-                text = f"{name} shows {len(runs)} runs at {url} (Ctrl-C ends it)"
-                print(json_module.dumps({"url": url}) if json else text, flush=True)
-            while not ended.wait(_WATCH_S):
+            is_shown = False
+            while not ended.wait(_POLL_S):
                 if (code := process.poll()) is not None:
                     lines = (folder / _LOG).read_text(errors="replace").strip().splitlines()
                     last = lines[-1] if lines else f"exit code {code}"
                     raise LaunchError(f"{name} has ended: {last}. Run the command again.")
+                if not is_shown and _is_listening(port):
+                    is_shown = True
+                    text = f"{name} shows {len(runs)} runs at {url} (Ctrl-C ends it)"
+                    print(json_module.dumps({"url": url}) if json else text, flush=True)
     return 0
 
 

@@ -16,8 +16,7 @@ from ray.tune.search import Searcher
 
 from paceline.core.errors import ConfigError
 from paceline_tune.history import SearchJournal, TrialResult
-from paceline_tune.population import choose_successor, is_comparable
-from paceline_tune.sampler import suggest
+from paceline_tune.sampler import choose_successor, is_comparable, suggest
 from paceline_tune.search import Search, SearchDirectory
 from paceline_tune.trial import RunningTrial, TrialCommand, TrialReport, TrialServer
 

@@ -165,42 +165,37 @@ def draw(search: Search, journal: SearchHistory, directory: Path) -> list[Path]:
         LaunchError: the plotting library is not installed.
     """
     figures = import_library("matplotlib.figure", "a plot", "report", LaunchError)
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
     best = journal.best(search.metric_name, search.mode, search.repeats)
-    scored_trials = [trial for trial in journal.trials.values() if trial.curve(search.metric_name)]
-    if not scored_trials:
+    values = {trial.number: trial.best(search.metric_name, search.mode) for trial in journal.trials.values()}
+    scored = [(journal.trials[number], value) for number, value in values.items() if value is not None]
+    if not scored:
         return []
+    low, high = min(value for _, value in scored), max(value for _, value in scored)
+    # Better values are darker, as the background is white.
+    colours = colormaps["viridis_r" if search.mode == "max" else "viridis"]
+    colour = ScalarMappable(Normalize(low, high if high > low else low + 1), colours)
     written = []
     for name, plot in (("curves", _curves), ("parallel", _parallel)):
         figure = figures.Figure(figsize=_SIZE, layout="constrained")
-        plot(figure, search, scored_trials, best)
+        plot(figure, search, scored, best, colour)
         path = directory / f"{name}.svg"
         figure.savefig(path, metadata={"Date": None})
         written.append(path)
     return written
 
 
-def _colour(search: Search, trials: Sequence[Trial]) -> Any:
-    """Map values to colours; better values are darker, as the background is white."""
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    values = _best_values(search, trials)
-    scale = Normalize(min(values), max(values) if max(values) > min(values) else min(values) + 1)
-    return ScalarMappable(scale, colormaps["viridis_r" if search.mode == "max" else "viridis"])
+_Scored = Sequence[tuple[Trial, float]]
+"""Trials with their best values."""
 
 
-def _best_values(search: Search, trials: Sequence[Trial]) -> list[float]:
-    best = [trial.best(search.metric_name, search.mode) for trial in trials]
-    return [value for value in best if value is not None]
-
-
-def _curves(figure: Any, search: Search, trials: Sequence[Trial], best: Trial | None) -> None:
+def _curves(figure: Any, search: Search, scored: _Scored, best: Trial | None, colour: Any) -> None:
     """Plot the metric over the steps, one line per trial, with a cross where a trial ended early."""
     axes = figure.add_subplot()
-    colour = _colour(search, trials)
-    values = _best_values(search, trials)
-    for trial, value in zip(trials, values, strict=True):
+    for trial, value in scored:
         steps, ys = zip(*trial.curve(search.metric_name), strict=True)
         is_best = trial is best
         axes.plot(
@@ -216,21 +211,19 @@ def _curves(figure: Any, search: Search, trials: Sequence[Trial], best: Trial | 
         )
     axes.set_xlabel("step")
     axes.set_ylabel(f"{search.metric_name} (val)")
-    axes.set_title(f"{len(trials)} trials of {search.options['task']}; crosses: ended early")
+    axes.set_title(f"{len(scored)} trials of {search.options['task']}; crosses: ended early")
     axes.grid(alpha=0.3)
     if best is not None:
         axes.legend()
 
 
-def _parallel(figure: Any, search: Search, trials: Sequence[Trial], best: Trial | None) -> None:
+def _parallel(figure: Any, search: Search, scored: _Scored, best: Trial | None, colour: Any) -> None:
     """Draw parallel coordinates (Inselberg): one axis per parameter and one for the result, one line per trial."""
     axes = figure.add_subplot()
-    colour = _colour(search, trials)
-    values = _best_values(search, trials)
     dimensions = search.parsed_space.dimensions
-    low, high = min(values), max(values)
     # Draw better trials on top.
-    ranked = sorted(zip(trials, values, strict=True), key=lambda pair: pair[1], reverse=search.mode == "min")
+    ranked = sorted(scored, key=lambda pair: pair[1], reverse=search.mode == "min")
+    low, high = sorted((ranked[0][1], ranked[-1][1]))
     for trial, value in ranked:
         parameters = trial.parameters(search)
         # A line has a gap at a dimension that does not apply to its trial.
@@ -258,7 +251,7 @@ def _parallel(figure: Any, search: Search, trials: Sequence[Trial], best: Trial 
     axes.set_xlim(-0.15, len(dimensions) + 0.15)
     for side in ("top", "left", "right", "bottom"):
         axes.spines[side].set_visible(False)
-    axes.set_title(f"{len(trials)} trials of {search.options['task']}; thick: best")
+    axes.set_title(f"{len(scored)} trials of {search.options['task']}; thick: best")
     figure.colorbar(colour, ax=axes, label=f"{search.metric_name} (val)")
 
 
