@@ -26,7 +26,7 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.timeline import Timeline, timeline
 from paceline.torch_internals import tree_leaves
 from paceline.training.loaded_model import LoadedModel, load_trained_model, make_evaluator
-from paceline_pages.evaluation_recorder import EvaluationRecorder, Predictions, RegressionValues
+from paceline_pages.evaluation_recorder import EvaluationRecorder
 from paceline_pages.evaluation_results import ClassificationResult, RegressionResult, classify, regress
 from paceline_serving.encodings import Categories, Dates
 
@@ -293,8 +293,8 @@ class Analysis:
         recorded: the run's own metrics of this split and model, by name; empty if there are none.
         changed_numerics: differences between this process and the run on which bits depend.
         per_sample: the metrics that have a value for each sample, (N,), by name.
-        predictions: None if the model is not a classifier.
-        values: None if the model is not a regression.
+        classification: None if the model is not a classifier.
+        regression: None if the model is not a regression.
     """
 
     record: Record
@@ -305,9 +305,7 @@ class Analysis:
     recorded: Mapping[str, float | None]
     changed_numerics: tuple[str, ...]
     per_sample: Mapping[str, Floats]
-    predictions: Predictions | None
     classification: ClassificationResult | None
-    values: RegressionValues | None
     regression: RegressionResult | None
     architecture: Architecture
     data: Data
@@ -378,9 +376,7 @@ def analyse(
             recorded=_recorded(record, trained, split),
             changed_numerics=tuple(trained.changed_numerics),
             per_sample=recorder.estimates.per_sample(),
-            predictions=predictions,
             classification=None if predictions is None else classify(predictions),
-            values=values,
             regression=None if values is None else regress(values),
             architecture=shapes.architecture(),
             data=Data(

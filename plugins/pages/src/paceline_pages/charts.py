@@ -162,7 +162,7 @@ def shown_rankings(analysis: Analysis) -> list[ClassScore]:
 
 def error_charts(analyses: Sequence[Analysis]) -> list[Chart]:
     """Draw the values and the residuals of a regression."""
-    found = [(i, a.record.name, a.values) for i, a in enumerate(analyses) if a.values is not None]
+    found = [(i, a.record.name, a.regression.values) for i, a in enumerate(analyses) if a.regression is not None]
     if not found:
         return []
     target, unit = found[0][2].target, found[0][2].unit

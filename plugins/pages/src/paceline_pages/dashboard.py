@@ -13,12 +13,12 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from paceline import __version__
@@ -40,7 +40,7 @@ from paceline_pages.logs_command import ranks_with_logs
 from paceline_pages.run_index import Curves, Index, read_beats
 from paceline_pages.run_status import FOREIGN, read_tail
 from paceline_serving.access import is_cross_site, is_local_name, is_same_token
-from paceline_serving.static_assets import HEADERS, read_assets, tag_of
+from paceline_serving.static_assets import HEADERS, Asset, read_assets, tag_of
 
 # --- Access: on loopback every user of this machine, on other addresses only with the token ---
 
@@ -325,16 +325,7 @@ class DashboardServer(PageServer):
         super().__init__(Pages(Index(roots), Jobs()).find, host=host, port=port, token=token)
 
 
-class Page(NamedTuple):
-    """A resource: its content type, its ``ETag``, and its own Content-Security-Policy, if it has one."""
-
-    kind: str
-    content: bytes
-    tag: str
-    policy: str | None = None
-
-
-Find = Callable[[str, dict[str, list[str]]], Page | None]
+Find = Callable[[str, dict[str, list[str]]], Asset | None]
 
 _REPORT_POLICY = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
 """A report is a file of the run, which may be another's: it runs nothing, and has an origin of its own."""
@@ -349,17 +340,16 @@ class Pages:
         self._run_cache = RunCache()
         self._assets = read_assets("paceline_pages")
 
-    def find(self, path: str, query: dict[str, list[str]]) -> Page | None:
+    def find(self, path: str, query: dict[str, list[str]]) -> Asset | None:
         if path == "/" or path.startswith("/static/"):
-            asset = self._assets.get("index.html" if path == "/" else path.removeprefix("/static/"))
-            return None if asset is None else Page(asset.content_type, asset.content, asset.tag)
+            return self._assets.get("index.html" if path == "/" else path.removeprefix("/static/"))
         document = self._document(path, query)
         if document is None:
             return None
         if isinstance(document, bytes):
-            return Page("text/html; charset=utf-8", document, tag_of(document), _REPORT_POLICY)
+            return Asset("text/html; charset=utf-8", document, tag_of(document), _REPORT_POLICY)
         content = json.dumps(finite(document), separators=(",", ":"), default=str).encode()
-        return Page("application/json", content, tag_of(content))
+        return Asset("application/json", content, tag_of(content))
 
     def _document(self, path: str, query: dict[str, list[str]]) -> dict[str, Any] | bytes | None:
         if path == "/api/runs":
@@ -479,7 +469,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, "this page does not exist")
             return
         if self.headers.get("If-None-Match") == page.tag:
-            self._answer(HTTPStatus.NOT_MODIFIED, page._replace(content=b""))
+            self._answer(HTTPStatus.NOT_MODIFIED, replace(page, content=b""))
         else:
             self._answer(HTTPStatus.OK, page)
 
@@ -510,12 +500,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Give the browser the cookie, and the address without the token."""
         self._send(HTTPStatus.SEE_OTHER, b"", {"Location": "/", "Set-Cookie": self.server.access.set_cookie()})
 
-    def _answer(self, status: HTTPStatus, page: Page) -> None:
-        headers = {"Content-Type": page.kind, "ETag": page.tag, "Content-Security-Policy": page.policy}
+    def _answer(self, status: HTTPStatus, page: Asset) -> None:
+        headers = {"Content-Type": page.content_type, "ETag": page.tag, "Content-Security-Policy": page.policy}
         self._send(status, page.content, {name: value for name, value in headers.items() if value})
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
-        self._answer(status, Page("application/json", json.dumps({"error": why}).encode(), tag=""))
+        self._answer(status, Asset("application/json", json.dumps({"error": why}).encode(), tag=""))
 
     def _send(self, status: HTTPStatus, content: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)

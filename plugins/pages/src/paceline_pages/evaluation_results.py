@@ -226,6 +226,7 @@ class ClassificationResult:
     matrix: Counts | None
     confusions: tuple[Confusion, ...]
     bins: tuple[Bin, ...]
+    predictions: Predictions
 
     @property
     def overconfidence(self) -> float:
@@ -280,6 +281,7 @@ def classify(predictions: Predictions) -> ClassificationResult:
         matrix=matrix,
         confusions=tuple(sorted(wrong, key=lambda c: -c.count)[:_PAIRS]),
         bins=_bins(predictions),
+        predictions=predictions,
     )
 
 
@@ -405,6 +407,7 @@ class RegressionResult:
     r2: float | None
     bias: Estimate
     slices: tuple[Slice, ...]
+    values: RegressionValues
 
 
 MISSING = "(missing)"
@@ -432,6 +435,7 @@ def regress(values: RegressionValues) -> RegressionResult:
         r2=1.0 - squares.value / variance if variance > 0 else None,
         bias=mean(residuals),
         slices=_slices({**values.columns, values.target: Column(values.actual)}, residuals),
+        values=values,
     )
 
 

@@ -71,8 +71,9 @@ def status(job: str, *, json: Flag = False) -> int:
     else:
         table = Table(show_header=False, box=None)
         state = Text.assemble(_format_state(current), f"  {current.detail}" if current.detail else "")
-        rows = {"job": record.id, "name": record.name, "state": state, "command": " ".join(record.command)}
-        rows |= {"directory": record.directory, "run": record.run, "restarts": str(current.restarts or "")}
+        rows: dict[str, str | Text | None] = {"job": record.id, "name": record.name, "state": state}
+        rows |= {"command": " ".join(record.command), "directory": record.directory, "run": record.run}
+        rows["restarts"] = str(current.restarts or "")
         for name, value in rows.items():
             if value:
                 table.add_row(name, value if isinstance(value, Text) else Text(value))

@@ -11,10 +11,11 @@ from paceline.core.plugins import import_library
 from paceline.core.standard_streams import print_status
 from paceline.runs.directory import RunDirectory, starts
 from paceline.runs.timeline import timeline
-from paceline_pages.dashboard import Page, PageServer, read_or_create_token
+from paceline_pages.dashboard import PageServer, read_or_create_token
 from paceline_pages.metrics_options import MetricsOptions
 from paceline_pages.run_index import read_beats
 from paceline_pages.run_status import FOREIGN, last_records
+from paceline_serving.static_assets import Asset
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -106,8 +107,8 @@ class RunMetricsServer(PageServer):
         registry = CollectorRegistry()
         registry.register(RunMetrics(directory))
 
-        def find(path: str, query: dict[str, list[str]]) -> Page | None:
-            return Page(_CONTENT_TYPE, generate_latest(registry), tag="") if path == "/metrics" else None
+        def find(path: str, query: dict[str, list[str]]) -> Asset | None:
+            return Asset(_CONTENT_TYPE, generate_latest(registry), tag="") if path == "/metrics" else None
 
         file = options.metrics_token_file
         super().__init__(

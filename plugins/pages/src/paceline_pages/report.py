@@ -18,7 +18,6 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.purity import read_purity
 from paceline_pages.analysis import Analysis
 from paceline_pages.comparison import differing_settings
-from paceline_pages.evaluation_recorder import Predictions, RegressionValues
 from paceline_pages.evaluation_results import ClassificationResult, Difference, RegressionResult, holm, mcnemar, paired
 
 # --- Comparison of runs: is one better, and how do their settings differ? ---
@@ -277,8 +276,8 @@ def _run(analysis: Analysis) -> dict[str, Any]:
         "metrics": _plain(analysis.metrics),
         "recorded": dict(analysis.recorded),
         "changed_numerics": list(analysis.changed_numerics),
-        "classification": _classification(analysis.classification, analysis.predictions),
-        "regression": _regression(analysis.regression, analysis.values),
+        "classification": _classification(analysis.classification),
+        "regression": _regression(analysis.regression),
         "parameters": analysis.architecture.parameters,
         "trained_parameters": analysis.architecture.trained,
         "layers": _plain(analysis.architecture.layers),
@@ -291,24 +290,24 @@ def _run(analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def _classification(result: ClassificationResult | None, predictions: Predictions | None) -> dict[str, Any] | None:
-    if result is None or predictions is None:
+def _classification(result: ClassificationResult | None) -> dict[str, Any] | None:
+    if result is None:
         return None
     rankings = [score.ranking for score in result.classes]
     areas = [{name: getattr(each, name, None) for name in ("auc", "average_precision")} for each in rankings]
     return {
-        **_plain(result),
+        **_plain(result, "predictions"),
         "overconfidence": result.overconfidence,
         "classes": [_plain(score, "ranking") | area for score, area in zip(result.classes, areas, strict=True)],
-        "mistakes": [_plain(mistake, "inputs") for mistake in predictions.mistakes],
+        "mistakes": [_plain(mistake, "inputs") for mistake in result.predictions.mistakes],
     }
 
 
-def _regression(result: RegressionResult | None, values: RegressionValues | None) -> dict[str, Any] | None:
-    if result is None or values is None:
+def _regression(result: RegressionResult | None) -> dict[str, Any] | None:
+    if result is None:
         return None
-    errors = [_plain(miss, "inputs") for miss in values.misses]
-    return {"target": values.target, **_plain(result), "largest_errors": errors}
+    errors = [_plain(miss, "inputs") for miss in result.values.misses]
+    return {"target": result.values.target, **_plain(result, "values"), "largest_errors": errors}
 
 
 def _comparison(comparison: RunComparison) -> dict[str, Any]:

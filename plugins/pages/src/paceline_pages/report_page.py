@@ -137,7 +137,7 @@ def render(report: RunReport) -> str:
         most_layers=_MAX_LAYERS,
         series=SERIES,
         now=report.versions,
-        name_of=_class_name,
+        name_of=lambda labels, number: labels[number] if number < len(labels) else str(number),
         measured=measured,
         metrics=list(dict.fromkeys(name for metrics in measured for name in metrics)),
     )
@@ -246,11 +246,6 @@ def _tiles(analysis: Analysis) -> list[tuple[str, str, str]]:
 def _weakest_first(classes: Sequence[ClassScore]) -> list[ClassScore]:
     """Sort by F1 ascending, then by samples descending; classes without samples and predictions come last."""
     return sorted(classes, key=lambda score: (score.f1 is None, score.f1 or 0.0, -score.support))
-
-
-def _class_name(analysis: Analysis, number: int) -> str:
-    labels = () if analysis.predictions is None else analysis.predictions.labels
-    return labels[number] if number < len(labels) else str(number)
 
 
 def _bytes(size: int) -> str:

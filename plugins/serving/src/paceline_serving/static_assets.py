@@ -28,11 +28,12 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Asset:
-    """A static file with its content type and ``ETag``."""
+    """A static file or another answer: its ``ETag``, and its own Content-Security-Policy, if it has one."""
 
     content_type: str
     content: bytes
     tag: str
+    policy: str | None = None
 
 
 def read_assets(package: str) -> dict[str, Asset]:

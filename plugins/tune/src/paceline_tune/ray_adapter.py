@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from paceline_tune.trial import RunningTrial, TrialCommand, TrialReport, TrialSe
 
 
 OBJECTIVE = "objective"
-TIME = "iteration"
+TIME = "iteration"  # of a TrialReport
 
 
 class TrialRun(Trainable):  # type: ignore[misc]
@@ -52,21 +52,16 @@ class TrialRun(Trainable):  # type: ignore[misc]
         trial_start_s = time.monotonic()
         if self._trial is not None:
             report = self._trial.next()
-        state = report.state
-        if state == "running" and self._reached_goal(report.metrics):
-            state = "goal"
-        done = state != "running"
+        if report.state == "running" and self._reached_goal(report.metrics):
+            report = replace(report, state="goal")
+        done = report.state != "running"
         last_evaluation = self._config["last_evaluation"]
         if not done and last_evaluation is not None and report.iteration >= last_evaluation:
             self._end()  # it saves before a trial that continues it may begin
             done = True
         return {
-            TIME: report.iteration,
+            **asdict(report),
             OBJECTIVE: self._objective(report),
-            "step": report.step,
-            "metrics": dict(report.metrics),
-            "state": state,
-            "message": report.message,
             "seconds": time.monotonic() - start_s,
             "start_s": trial_start_s - start_s,
             "done": done,
