@@ -18,7 +18,7 @@ from paceline.core.files import is_address
 from paceline.runs.checkpoint_manifest import problems
 from paceline.runs.checkpoint_store import delete, remove_stale, write_latest
 from paceline.runs.directory import RunDirectory, backup_path
-from paceline_pages.checkpoint_list import CheckpointEntry, entries
+from paceline_pages.run_status import CheckpointEntry, entries
 
 app = App(name="checkpoint", help="List, verify and remove a run's checkpoints.")
 

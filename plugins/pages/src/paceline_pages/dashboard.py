@@ -33,12 +33,11 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.metric_writers import finite
 from paceline.runs.package_registry import Registry
 from paceline.runs.timeline import timeline
-from paceline_pages.checkpoint_list import entries
 from paceline_pages.comparison import packages_of
 from paceline_pages.jobs_command import known_jobs
 from paceline_pages.logs_command import ranks_with_logs
 from paceline_pages.run_index import Curves, Index, read_beats
-from paceline_pages.run_status import FOREIGN, read_tail
+from paceline_pages.run_status import FOREIGN, entries, read_tail
 from paceline_serving.access import is_cross_site, is_local_name, is_same_token
 from paceline_serving.static_assets import HEADERS, Asset, read_assets, tag_of
 
