@@ -112,21 +112,16 @@ def training_charts(analyses: Sequence[Analysis]) -> list[Chart]:
     validation = series(lambda its: its.metric("val", "loss"), part, dashed=several)
     losses += validation if several else [replace(line, colour=1) for line in validation]
     metrics = [name for name in analyses[0].record.metrics_of("val") if name != "loss"][:_MAX_METRICS]
-    charts: list[tuple[str, str, list[Series], str, dict[str, Any]]] = [
+    from_zero = {"from_zero": True}
+    charts: list[tuple[str, str, list[Series], str, dict[str, bool]]] = [
         ("loss", "Loss", losses, "loss", {"log": True}),
         *(
             (f"val-{k}", f"Validation {name}", series(partial(Record.metric, split="val", name=name)), name, {})
             for k, name in enumerate(metrics)
         ),
         ("lr", "Learning rate", series(lambda its: its.curve("lr")), "learning rate", {}),
-        (
-            "throughput",
-            "Throughput",
-            series(lambda its: its.curve("samples_per_s")),
-            "samples/s",
-            {"from_zero": True},
-        ),
-        ("memory", "Memory of the largest rank", series(Record.memory), "MiB", {"from_zero": True}),
+        ("throughput", "Throughput", series(lambda its: its.curve("samples_per_s")), "samples/s", from_zero),
+        ("memory", "Memory of the largest rank", series(Record.memory), "MiB", from_zero),
     ]
     return [_curves(name, title, lines, y_label=y, **more) for name, title, lines, y, more in charts if lines]
 
@@ -264,14 +259,8 @@ def _curves(
     with _figure(name) as (figure, axes):
         for line in series:
             xs, ys = _downsample(line.xs, line.ys)
-            axes.plot(
-                xs,
-                ys,
-                color=_series_colour(line.colour),
-                linestyle=(0, (4, 2)) if line.dashed else "-",
-                marker="o" if len(xs) < 12 else "",
-                markersize=3.5,
-            )
+            style: Any = {"linestyle": (0, (4, 2)) if line.dashed else "-", "marker": "o" if len(xs) < 12 else ""}
+            axes.plot(xs, ys, color=_series_colour(line.colour), markersize=3.5, **style)
         if log and all(y > 0 for line in series for y in line.ys):
             _scale_by_decades(axes)
         elif from_zero:

@@ -197,18 +197,11 @@ def _curves(figure: Any, search: Search, scored: _Scored, best: Trial | None, co
     axes = figure.add_subplot()
     for trial, value in scored:
         steps, ys = zip(*trial.curve(search.metric_name), strict=True)
-        is_best = trial is best
-        axes.plot(
-            steps,
-            ys,
-            color=colour.to_rgba(value),
-            linewidth=2.5 if is_best else 1.0,
-            marker="o" if trial.state in ("finished", "goal") else "x",
-            markevery=[-1],
-            markersize=5,
-            zorder=3 if is_best else 2,
-            label=f"trial {trial.number} (best)" if is_best else None,
-        )
+        style: Any = {"linewidth": 1.0, "zorder": 2}
+        if trial is best:
+            style = {"linewidth": 2.5, "zorder": 3, "label": f"trial {trial.number} (best)"}
+        marker = "o" if trial.state in ("finished", "goal") else "x"
+        axes.plot(steps, ys, color=colour.to_rgba(value), marker=marker, markevery=[-1], markersize=5, **style)
     axes.set_xlabel("step")
     axes.set_ylabel(f"{search.metric_name} (val)")
     axes.set_title(f"{len(scored)} trials of {search.options['task']}; crosses: ended early")
@@ -233,16 +226,9 @@ def _parallel(figure: Any, search: Search, scored: _Scored, best: Trial | None, 
         axes.plot(range(len(ys)), ys, color=colour.to_rgba(value), linewidth=width, alpha=0.9)
     for axis, dimension in enumerate(dimensions):
         for height, text in _ticks(dimension):
-            axes.annotate(
-                text,
-                (axis, height),
-                xytext=(4, 0),
-                textcoords="offset points",
-                fontsize=8,
-                va="center",
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5},
-                zorder=4,
-            )
+            place: Any = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "zorder": 4}
+            box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5}
+            axes.annotate(text, (axis, height), fontsize=8, bbox=box, **place)
     for axis in range(len(dimensions) + 1):
         axes.axvline(axis, color="0.3", linewidth=0.8, zorder=3)
     axes.set_xticks(range(len(dimensions) + 1), [*(d.name for d in dimensions), search.metric_name])
