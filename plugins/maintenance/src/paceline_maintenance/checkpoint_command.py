@@ -18,7 +18,7 @@ from paceline.core.files import is_address
 from paceline.runs.checkpoint_manifest import problems
 from paceline.runs.checkpoint_store import delete, remove_stale, write_latest
 from paceline.runs.directory import RunDirectory, backup_path
-from paceline_pages.run_status import CheckpointEntry, entries
+from paceline_pages.run_status import CheckpointEntry, checkpoint_entries
 
 app = App(name="checkpoint", help="List, verify and remove a run's checkpoints.")
 
@@ -31,7 +31,7 @@ Json = Annotated[bool, Parameter(negative="", help="Print one line of JSON.")]
 def ls(run: Run, *, backup_to: BackupTo = None, json: Json = False) -> int:
     """List the checkpoints of RUN and its backups, reading only their manifests."""
     directory, backup = _directories(run, backup_to)
-    listed = entries(directory.checkpoints, backup)
+    listed = checkpoint_entries(directory.checkpoints, backup)
     if json:
         print(json_module.dumps([_record(entry) for entry in listed]))
     elif not listed:
@@ -49,7 +49,7 @@ def verify(run: Run, *, backup_to: BackupTo = None, json: Json = False) -> int:
     """
     directory, backup = _directories(run, backup_to)
     with progress_bar("verifying", quiet=json, in_bytes=True) as on_read:
-        checked = check(entries(directory.checkpoints, backup), on_read)
+        checked = check(checkpoint_entries(directory.checkpoints, backup), on_read)
     if json:
         print(json_module.dumps([{**_record(entry), "problems": messages} for entry, messages in checked]))
     else:
@@ -188,7 +188,7 @@ def choose_removals(checkpoints: Path, keep: int, *, damaged: bool, on_read: OnR
         keep: number of newest intact ones to keep, at least one; the best of each of these stays too.
         damaged: remove damaged ones too, unless no intact one exists.
     """
-    checked = check(entries(checkpoints, None), on_read)
+    checked = check(checkpoint_entries(checkpoints, None), on_read)
     good = [entry for entry, messages in reversed(checked) if not messages]
     bad = [entry.path for entry, messages in checked if messages]
     best = {entry.best_version for entry in good[:keep]}

@@ -37,7 +37,7 @@ from paceline_pages.comparison import packages_of
 from paceline_pages.jobs_command import known_jobs
 from paceline_pages.logs_command import ranks_with_logs
 from paceline_pages.run_index import Curves, Index, read_beats
-from paceline_pages.run_status import FOREIGN, entries, read_tail
+from paceline_pages.run_status import FOREIGN, checkpoint_entries, read_tail
 from paceline_serving.access import is_cross_site, is_local_name, is_same_token
 from paceline_serving.static_assets import HEADERS, Asset, read_assets, tag_of
 
@@ -267,7 +267,7 @@ def _history(directory: RunDirectory) -> dict[str, Any]:
 
 def _checkpoints(directory: RunDirectory) -> list[dict[str, Any]]:
     names = ("name", "step", "version", "epoch", "created", "size_bytes", "marks", "problem")
-    return [{name: getattr(entry, name) for name in names} for entry in entries(directory.checkpoints, None)]
+    return [{name: getattr(entry, name) for name in names} for entry in checkpoint_entries(directory.checkpoints, None)]
 
 
 # --- HTTP: static files of the package, and read-only JSON about runs ---

@@ -289,10 +289,10 @@ class CheckpointEntry:
     problem: str | None = None
 
 
-def entries(checkpoints: Path, backup: Path | None) -> list[CheckpointEntry]:
+def checkpoint_entries(checkpoints: Path, backup: Path | None) -> list[CheckpointEntry]:
     """Return all checkpoints of a run, oldest first, then its backups."""
-    own = [_entry(path, in_backup=False) for path in reversed(scan(checkpoints))]
-    copies = [] if backup is None else [_entry(path, in_backup=True) for path in reversed(scan(backup))]
+    own = [_checkpoint_entry(path, in_backup=False) for path in reversed(scan(checkpoints))]
+    copies = [] if backup is None else [_checkpoint_entry(path, in_backup=True) for path in reversed(scan(backup))]
     all_entries = [*own, *copies]
     newest = max((e for e in all_entries if e.problem is None), key=lambda e: e.version, default=None)
     backed_up = {e.name for e in copies if e.problem is None}
@@ -311,7 +311,7 @@ def entries(checkpoints: Path, backup: Path | None) -> list[CheckpointEntry]:
     return [replace(entry, marks=marks(entry)) for entry in all_entries]
 
 
-def _entry(path: Path, *, in_backup: bool) -> CheckpointEntry:
+def _checkpoint_entry(path: Path, *, in_backup: bool) -> CheckpointEntry:
     step, version = parse_name(path.name)
     epoch = best = problem = None
     size = 0

@@ -24,7 +24,7 @@ from paceline_tune.trial import RunningTrial, TrialCommand, TrialReport, TrialSe
 
 
 OBJECTIVE = "objective"
-TIME = "iteration"  # of a TrialReport
+TIME = "iteration"  # a field of TrialReport
 
 
 class TrialRun(Trainable):  # type: ignore[misc]
