@@ -13,6 +13,8 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.files import write_atomically
@@ -350,11 +352,9 @@ class SearchDirectory:
         """Read the search."""
         try:
             document = json.loads(self.settings.read_bytes())
-            known = {f.name for f in fields(Search)}
-            if not isinstance(document, dict) or document.keys() - known:
-                raise ValueError("it is not a search")
-            tuples = {name: tuple(document.get(name, ())) for name in ("space", "constraints", "searched_options")}
-            search = Search(**{**document, **tuples})
+            search = msgspec.convert(document, Search)
+            if unknown := document.keys() - {f.name for f in fields(Search)}:
+                raise ValueError(f"it has an unknown key {min(unknown)!r:.80}")
             _ = search.config, search.parsed_space, search.mode, search.limit
         except FileNotFoundError:
             raise RunDirectoryError(
