@@ -1,4 +1,4 @@
-"""What is shown of a search: the status with a table of trials, and charts."""
+"""The status of a search, with a table of its trials, and its charts."""
 
 from __future__ import annotations
 
