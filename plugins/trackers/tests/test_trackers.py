@@ -174,6 +174,7 @@ print(json.dumps([run.info.status, run.data.params, run.data.tags, history, arti
 MEDIA = [("samples/grid", ".png"), ("prompt", ".txt"), ("weights", ".json")]
 
 
+@pytest.mark.integration
 def test_tensorboard_and_the_run_have_each_image_text_and_histogram_once(resumed: Path) -> None:
     media = resumed / "run" / "media"
     files = sorted(str(path.relative_to(media)) for path in media.rglob("*") if path.is_file())
