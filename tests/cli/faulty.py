@@ -45,7 +45,7 @@ class Good(paceline.Task):
     def build_model(self):
         if self.fault == "no model":
             return "a model"
-        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 3))
         return nn.Flatten() if self.fault == "no parameters" else model
 
     def build_dataset(self, split):

@@ -212,7 +212,11 @@ class MicrobatchBuffers:
     def rollback(self) -> None:
         """Restore the base values of an unfinished step; does nothing after :meth:`assign`."""
         if self._is_begun:
-            self._restore_base()
+            self.undo()
+
+    def undo(self) -> None:
+        """Restore the base values of a step that does not count, also after :meth:`assign`."""
+        self._restore_base()
         self._is_begun = False
 
     def reset(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from paceline.data.order import DeterministicSampler
 from paceline.data.samples import MicroBatch
 from paceline.data.stream import StreamLoader
 from paceline.parallel.reducer import StepSums
-from paceline.parallel.strategy import Strategy
+from paceline.parallel.strategy import MicrobatchStrategy, Strategy
 from paceline.runs.directory import RunDirectory
 from paceline.runs.monitor import PhaseTimer
 from paceline.runs.rank_progress import ProgressTracker
@@ -353,7 +353,8 @@ class SyncStep:
         group.world.progress_tracker.move("optimizer")
         seed_update(run.config.training.seed, step)  # an optimizer or callback may add noise
         due = group.monitor.is_due(step + 1)
-        self.logged: Mapping[str, float] = {**self._values, **states.state.callback.on_gradients_reduced(due=due)}
+        with _undoing_buffers(group.strategy):
+            self.logged: Mapping[str, float] = {**self._values, **states.state.callback.on_gradients_reduced(due=due)}
         states.invalidate()
         with deterministic_kernels(run.config, run.device):
             self._update(self._sums.finite)
@@ -378,25 +379,26 @@ class SyncStep:
         strategy.begin_step([microbatch.index for microbatch in microbatches])
         group.runner.current_pass = current_pass
         values = group.runner.values = {}
-        with deterministic_kernels(run.config, run.device):
-            for hook in group.hooks:
-                hook.before_microbatches(strategy, microbatches)
-            strategy.run_microbatches(microbatches, group.runner)
-            for hook in group.hooks:
-                hook.after_microbatches(strategy, microbatches)
+        with _undoing_buffers(strategy):
+            with deterministic_kernels(run.config, run.device):
+                for hook in group.hooks:
+                    hook.before_microbatches(strategy, microbatches)
+                strategy.run_microbatches(microbatches, group.runner)
+                for hook in group.hooks:
+                    hook.after_microbatches(strategy, microbatches)
 
-        group.world.progress_tracker.move("reduction")
-        if current_pass.number == 0:
-            self._row = self._own_row()
-        row = self._row if current_pass.number == 0 else ControlFlags(has_values=bool(values)).row()
-        sums = strategy.reduce(row)
-        for hook in group.hooks:
-            sums = hook.after_reduce(sums)
-        if group.monitor.is_due(state.progress.step + 1) and merge(sums.rows).has_values:
-            self._values |= mean_values(group.world, values)
-        group.monitor.timer.mark("reduction")
-        require_finite(run, state.progress, sums, state.scaler)
-        return sums
+            group.world.progress_tracker.move("reduction")
+            if current_pass.number == 0:
+                self._row = self._own_row()
+            row = self._row if current_pass.number == 0 else ControlFlags(has_values=bool(values)).row()
+            sums = strategy.reduce(row)
+            for hook in group.hooks:
+                sums = hook.after_reduce(sums)
+            if group.monitor.is_due(state.progress.step + 1) and merge(sums.rows).has_values:
+                self._values |= mean_values(group.world, values)
+            group.monitor.timer.mark("reduction")
+            require_finite(run, state.progress, sums, state.scaler)
+            return sums
 
     def _own_row(self) -> Sequence[float]:
         """Return the row that travels with the step's sums: control flags, and this rank's status if due."""
@@ -417,3 +419,15 @@ class SyncStep:
         # If steps overlap, the rows that arrive with a step are those of the previous one.
         due = monitor.is_due(step) or (strategy.overlaps_steps and monitor.is_due(step + 1))
         return flags.row(monitor.status(step) if due else None)
+
+
+@contextmanager
+def _undoing_buffers(strategy: Strategy) -> Iterator[None]:
+    """After an error let the module's buffers be those before the pass, although they may be reduced already."""
+    try:
+        yield
+    except BaseException:
+        if isinstance(strategy, MicrobatchStrategy):
+            with suppress(RuntimeError):  # a GPU that is out of order: the error is about that
+                strategy.reducer.buffers.undo()
+        raise

@@ -12,7 +12,6 @@ import torch
 
 from paceline.core.built_in import PARTS
 from paceline.core.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     NonFiniteLossError,
@@ -22,6 +21,7 @@ from paceline.core.errors import (
     TaskError,
 )
 from paceline.core.plugins import import_object
+from paceline.core.task import Callback
 from paceline.data.stream import StreamLoader
 from paceline.elastic.worker_channel import AgentClient
 from paceline.parallel.strategy_selection import strategy_name
@@ -90,6 +90,8 @@ class SyncEngine(Engine):
 
 
 # --- The loop ---
+
+_MAY_CHANGE_THE_STATE = ("on_epoch_begin", "on_step_begin", "state_dict")
 
 
 class Trainer:
@@ -310,21 +312,28 @@ class Trainer:
 
     @contextmanager
     def saving_before_errors(self, group: GroupContext) -> Iterator[None]:
-        """Save the steps before an error of the task or its data, if this is rank 0 and holds the whole state."""
+        """Save the steps before an error of the task or its data, if this is rank 0 and has their whole state."""
         try:
             yield
         except Exception as error:
-            config, world = self.run.config, group.world
-            is_whole = strategy_name(config, world.world_size) in ("single", "ddp") and not config.changes.own_state
             is_theirs = isinstance(error, TaskError | DataError | NonFiniteLossError)
-            if (
-                (is_theirs or not isinstance(error, PacelineError))
-                and (is_whole and world.rank == 0 and self.states.valid)
-                and not isinstance(self.states.loader, StreamLoader)  # whose positions the other ranks have
-            ):
-                with suppress(CheckpointError):
-                    group.checkpoint_manager.save(self.state.state_to_save(), self.state.progress, last=True)
+            if (is_theirs or not isinstance(error, PacelineError)) and self._has_whole_state(group):
+                # The user reads the first error alone; after it a GPU may be out of order.
+                with suppress(Exception), group.world.progress_tracker.in_stage("checkpoint"):
+                    group.strategy.rollback()
+                    group.checkpoint_manager.save(group.full_state_dict(), self.state.progress, last=True)
             raise
+
+    def _has_whole_state(self, group: GroupContext) -> bool:
+        """Whether this is rank 0 and holds, without the other ranks, the state after the last step."""
+        config, world = self.run.config, group.world
+        if world.rank != 0 or not self.states.valid or isinstance(self.states.loader, StreamLoader):
+            return False  # the other ranks have a stream's positions
+        callback = type(self.state.callback)
+        changes = any(getattr(callback, name) is not getattr(Callback, name) for name in _MAY_CHANGE_THE_STATE)
+        if world.progress_tracker.stage != "evaluation" and (changes or overrides_train_step(self.run.task)):
+            return False  # the step that failed may have changed the state of the task or of its callback
+        return strategy_name(config, world.world_size) in ("single", "ddp") and not config.changes.own_state
 
     def _save_and_stop(self, group: GroupContext, cause: StopCause) -> NoReturn:
         # If a rank is lost now, those that continue without it still know that they must stop.
