@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -153,13 +154,18 @@ class SshMachine:
         return b""
 
 
+_writing = threading.Lock()  # each machine has a thread that writes its lines, and a pipe may take a part of one
+
+
 class _LinesOfMachine(LinesOfRank):
     def __init__(self, machine: SshMachine, output: int) -> None:
         super().__init__(output)
         self._machine = machine
 
     def write(self, content: bytes) -> None:
-        super().write(b"".join(map(self._machine.take, content.splitlines(keepends=True))))
+        shown = b"".join(map(self._machine.take, content.splitlines(keepends=True)))
+        with _writing:
+            super().write(shown)
 
 
 # --- One ssh for each machine: reached first, then started together, watched, and ended together ---
