@@ -323,13 +323,15 @@ class ActorJobController(ABC):
 
     def _hear(self, node: ActorNode, answer: Future[Any]) -> None:
         try:
-            lines, code = answer.result() or ([], None)  # a command that was started has no answer
+            said = answer.result()
         except self.transient_errors:
-            lines, code = [], None
+            said = [], None
         except Exception as error:  # whatever it is, the job must not wait for this node
             self._lose(node, reason_of(error))
             return
-        node.started = True
+        if said is None:  # the answer to a start
+            node.started = True
+        lines, code = said or ([], None)
         if code is None:
             self._pending[node] = self._call(node, "read", _READ_S)
         self._take(node, lines, code)
@@ -419,7 +421,8 @@ class ActorJobController(ABC):
 
     def _end_all(self) -> None:
         """Kill what runs, and give the nodes back."""
-        wait([self._call(node, "end") for node in self._nodes if node.running], PATIENCE_S)
+        with suppress(*self.errors):
+            wait([self._call(node, "end") for node in self._nodes if node.running], PATIENCE_S)
         self._release()
 
     def _conclude(self) -> int:
