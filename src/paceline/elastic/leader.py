@@ -335,7 +335,8 @@ class JobLeader:
         is_member = group is not None and end.worker in living
         who = f"rank {group.workers.index(end.worker)}" if group and is_member else f"worker {end.local_index}"
         when = f"after step {end.step}, " if end.step >= 0 else ""
-        error = "" if end.failure is None else f": {end.failure.type}: {end.failure.message}".partition("\n")[0]
+        error = "" if end.failure is None else f": {end.failure.type}: {end.failure.message}"
+        error = error.partition("\n")[0].rstrip(".")
         if not is_member:
             response = "Another one starts."
         elif self._spec.recovery.recover == "restart" or len(living) == 1:
@@ -518,7 +519,7 @@ class MultiNodeLeader(JobLeader):
         self._agents = agents
         self._took_part: set[str] = set()  # nodes whose workers were in a group
         if planner.group is not None:
-            self.recovery_log.tell("the node that led the run does not answer. This one leads it from now on.")
+            self.recovery_log.tell("the node that led the run is lost or was cut off. This one leads it from now on.")
 
     def node_joins(self, name: str, node: NodeCommands, nproc: int, workers: Mapping[int, WorkerState]) -> None:
         """Add a node, with its workers."""
