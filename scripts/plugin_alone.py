@@ -34,8 +34,13 @@ def imported_by(plugin: str) -> set[str]:
 
 
 def needed_by_tests(plugin: str) -> set[str]:
-    """Return the plug-ins that there have to be where a plug-in's tests are run."""
-    return {plugin} | imported_by(plugin) | set(_tools()["paceline"]["tests"].get(plugin, ()))
+    """Return the plug-ins that there have to be where a plug-in's tests run, with those that these import."""
+    needed: set[str] = set()
+    pending = {plugin, *_tools()["paceline"]["tests"].get(plugin, ())}
+    while pending:
+        needed.add(name := pending.pop())
+        pending |= imported_by(name) - needed
+    return needed
 
 
 def make_environment(folder: Path, plugins: set[str]) -> Path:
