@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from paceline import log_text
 from paceline.core.errors import TaskError
 from paceline.core.task import Task
 from paceline_lm.transformers import call_in_evaluation, inside_of
@@ -54,4 +53,6 @@ def log_samples(task: Task, model: nn.Module, *, tokenizer: PreTrainedTokenizerB
             if words[0, -1] == tokenizer.eos_token_id:
                 break
         texts.append(f"{prompt} -> {tokenizer.decode(words[0, len(begin) :], skip_special_tokens=True)}")
+    from paceline import log_text  # of the plug-in `trackers`, which only --eval-samples needs
+
     log_text("samples", "\n\n".join(texts))
