@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from paceline.core.job import Command
+from paceline.core.parent_death import set_child_subreaper
 from paceline.launch.supervisor import RankStarter, SupervisedJob, end_processes
 
 READY = "paceline: ready"
@@ -55,8 +56,13 @@ def main(argv: Sequence[str]) -> int:
     job = SupervisedJob((command,), starter=starter, grace_s=_GRACE_S)
     threading.Thread(target=_obey, args=(messages, job), daemon=True).start()
     code = job.wait()
-    # Of daemons that have dropped the variable by which the job knows its orphans, this process is the parent as well.
-    end_processes(psutil.Process().children(recursive=True))
+    # Of daemons that have dropped the variable by which the job knows its orphans, this process is the parent as well;
+    # they may start others meanwhile.
+    set_child_subreaper()
+    while children := psutil.Process().children(recursive=True):
+        end_processes(children)
+        with suppress(ChildProcessError):
+            os.waitpid(-1, 0)
     return 1 if code == 255 else code  # with 255 ssh says that it has failed itself
 
 
