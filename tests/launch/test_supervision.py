@@ -146,23 +146,26 @@ def test_a_killed_rank_is_named(job: Job) -> None:
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, signal, sys\n"
-        "if os.environ['RANK'] == '1': sys.exit(7)\n"
+        "import os, pathlib, signal, sys, time\n"
+        "ready = pathlib.Path(sys.argv[1])\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    while not ready.exists(): time.sleep(0.01)\n"
+        "    sys.exit(7)\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "ready.with_name('pid').write_text(str(os.getpid()))\n"
+        "ready.touch()\n"
         "while True: signal.pause()\n"
     )
     spec = LaunchSpec(
-        command=(sys.executable, str(script)),
+        command=(sys.executable, str(script), str(tmp_path / "ready")),
         nproc=(2,),
         placement=Placement(log_directory=RunDirectory(tmp_path / "run")),
         recovery=RecoveryPolicy(grace_s=0.2),
     )
     spawn = get_launcher("spawn")
     handle = spawn.submit(spawn.render(spec))
-    ranks = [process for process in psutil.Process().children() if str(script) in process.cmdline()]
-    assert len(ranks) == 2
     assert handle.wait() == 7
-    assert not any(rank.is_running() for rank in ranks)
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
