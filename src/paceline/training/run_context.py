@@ -488,7 +488,7 @@ def setup_run(
     """
     worker_config = request.worker_config
     fix_cublas_workspace()
-    task, spec, config, notes = validate(request, manifest, world_size)
+    task, spec, config, notes = validate_request(request, manifest, world_size)
     if memory is not None:
         config, note = choose_strategy(config, task, world_size=world_size, memory=memory, device=device.type)
         if note is not None:
@@ -535,7 +535,7 @@ def setup_run(
     return run, notes
 
 
-def validate(
+def validate_request(
     request: RunRequest, manifest: Mapping[str, Any] | None, world_size: int
 ) -> tuple[Task, str, ResolvedConfig, list[str]]:
     """Return the task, its name, the resolved options, and lines to print about them.
@@ -612,7 +612,9 @@ def check_world(config: ResolvedConfig, world_size: int) -> None:
 # --- The run's record ---
 
 
-def create(run: RunContext, run_id: str, initial: InitialWeights | None, base: Mapping[str, str] | None = None) -> None:
+def create_run(
+    run: RunContext, run_id: str, initial: InitialWeights | None, base: Mapping[str, str] | None = None
+) -> None:
     """Write ``run.toml``, and what the run begins with; rank 0 does, once."""
     document = {"id": run_id, **_manifest(run.config, run.task, run.data, run.device)}
     if initial is not None:

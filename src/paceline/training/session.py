@@ -47,7 +47,7 @@ from paceline.training.control import StopSignals
 from paceline.training.evaluation import EvaluationStopped
 from paceline.training.group_context import Engine, GroupContext
 from paceline.training.reproducibility import compare_numerics, numerics_fingerprint
-from paceline.training.run_context import RunContext, RunRequest, create, load_manifest, setup_run, validate
+from paceline.training.run_context import RunContext, RunRequest, create_run, load_manifest, setup_run, validate_request
 from paceline.training.trainer import SyncEngine, Trainer
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def train(request: RunRequest, groups: Groups, directory: RunDirectory, signals:
     started = time.perf_counter()
     found = groups.load_manifest(directory)
     if found["result"] is not None:
-        validate(request, found["manifest"], groups.world_size)
+        validate_request(request, found["manifest"], groups.world_size)
         if groups.announces:
             _log.info("%s has finished; nothing is left to train.", directory.path)
         return dict(found["result"])
@@ -496,7 +496,7 @@ def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> No
     if world.rank == 0:
         # Only now, so that a model that cannot be built creates no run.
         if new:
-            create(run, run_id, initial, trainer.state.base)
+            create_run(run, run_id, initial, trainer.state.base)
             for note in [*notes, *trainer.state.describe_precision()]:
                 _log.info("%s", note)
         if has_just_begun:
