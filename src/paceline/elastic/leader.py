@@ -316,7 +316,7 @@ class JobLeader:
         if not shared:
             self.recovery_log.hit()
             if end.worker in self.planner.group_workers():
-                # A silent member was lost at its last message, not at its node's timeout.
+                # A silent worker was lost at its last message, not at its node's timeout.
                 self.recovery_log.lost(time.monotonic() - (end.silent_s if end.killed else 0.0))
             self.recovery_log.record(
                 "fault", local_index=end.local_index, pid=end.pid, how=describe_end(end), step=end.step
@@ -332,12 +332,12 @@ class JobLeader:
     def _describe_loss(self, end: Ended) -> str:
         """Describe a fault, and what follows from it, for the user."""
         group, living = self.planner.group, self.planner.group_workers()
-        is_member = group is not None and end.worker in living
-        who = f"rank {group.workers.index(end.worker)}" if group and is_member else f"worker {end.local_index}"
+        trained = group is not None and end.worker in living
+        who = f"rank {group.workers.index(end.worker)}" if group and trained else f"worker {end.local_index}"
         when = f"after step {end.step}, " if end.step >= 0 else ""
         error = "" if end.failure is None else f": {end.failure.type}: {end.failure.message}"
         error = error.partition("\n")[0].rstrip(".")
-        if not is_member:
+        if not trained:
             response = "Another one starts."
         elif self._spec.recovery.recover == "restart" or len(living) == 1:
             response = _RESTART
