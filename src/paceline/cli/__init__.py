@@ -28,12 +28,13 @@ from cyclopts import (
 from paceline import __version__
 from paceline.core.built_in import COMMANDS, PACKAGES, TASK_PREFIXES
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
-from paceline.core.files import FULL, check_path
 from paceline.core.standard_streams import PrintableStream, escape_controls
 
 
 def _check_paths(kind: object, value: object) -> None:
     if isinstance(value, Path):
+        from paceline.core.files import check_path
+
         check_path(value, "the path")
 
 
@@ -112,6 +113,8 @@ def _run(arguments: list[str]) -> int:
             if not interrupts.seen:
                 return _report(error)
         except Exception as error:
+            from paceline.core.files import FULL
+
             if isinstance(error, OSError) and error.errno in FULL:
                 _discard_output()
                 print(f"paceline: {error.strerror}. {FULL[error.errno]}, and repeat the command.", file=sys.stderr)
