@@ -298,7 +298,7 @@ def test_a_restart_is_counted_though_a_peer_notices_the_fault_first(job: Job, al
     assert len(job.pids(0)) == len(job.pids(1)) == starts
     assert re.search(rf"still at step \d+ after {allowed} replacements", done.stderr)
     assert "\npaceline: rank 1 failed first: ValueError: a bug" in f"\n{done.stderr}"
-    # A restart is told once, however many processes end, also where the root cause did not report.
+    # One sentence tells of each restart, however many processes end, and although the root cause did not report.
     assert done.stderr.count("All restart from the newest checkpoint.") == allowed
 
 
